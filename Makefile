@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
-.PHONY: help set-up demo test test-long test-all test-short test-tpu soak lint bench clean
+.PHONY: help set-up demo test test-long test-all test-short test-tpu thorough soak lint bench clean
 
 help:
 	@echo "make demo   a small model on four emulated slices: five videos, and which slice computed what when"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all    both, together"
 	@echo "make test-short  kernels, a model against diffusers, libtpu, media: what another Python and JAX may change"
 	@echo "make test-tpu    kernels, models and meshes on the chips of this machine, then wan-tpu doctor"
+	@echo "make thorough    each mechanism in every family, kind of file and way to die: an hour and more"
 	@echo "make soak   new seeds of the simulations, random kills of a service, attackers: three quarters of an hour"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time the small model against diffusers on this CPU"
@@ -49,11 +50,15 @@ test: $(VENV)/installed
 
 # Tests that kill processes, or run commands in separate processes. They take minutes, too long for every change.
 test-long: $(VENV)/installed
-	$(TESTS) -m "long and not soak"
+	$(TESTS) -m "long and not thorough and not soak"
 
 # Faster than running both one after the other, because common set-up is done only once.
 test-all: $(VENV)/installed
-	$(TESTS) -m "not soak"
+	$(TESTS) -m "not thorough and not soak"
+
+# What proves again, for other families, files, sizes and databases, what the tests above prove for one of each.
+thorough: $(VENV)/installed
+	$(TESTS) -m "thorough and not soak"
 
 # What other versions of Python, JAX, libtpu and ffmpeg may change: each kernel against float64 and in Pallas' simulation
 # of a TPU, one video against diffusers, programs that libtpu compiles and what is read in them, and videos of all kinds.
@@ -74,13 +79,12 @@ SHORT := $(KERNELS)flash_attention.py::test_flash_attention_equals_float64 \
 	"tests/wan_tpu/test_parity.py::test_same_latents_and_pixels_as_diffusers[wan2.2-i2v-a14b-i2v-unipc]" \
 	$(AOT)test_a_scanned_layer_is_found_with_its_work_and_its_collective \
 	$(AOT)test_a_kernel_in_a_program_is_counted_alone \
-	"$(AOT)test_a_step_in_8_bits_is_kernels_on_half_the_weights[v5p-8-int8-attention]" \
 	tests/wan_tpu/test_media_shown.py
 
 # To test with the other versions of JAX and libtpu: `make test-short PYTHON=python3.11 VENV=build/python3.11`. VERSIONS
 # are packages for pip, such as imageio-ffmpeg==0.8.
 test-short: $(VENV)/installed
-	$(BIN)/python -m pytest -n 0 -m "not soak" $(SHORT)
+	$(BIN)/python -m pytest -n 0 -m "not thorough and not soak" $(SHORT)
 
 # New seeds of the simulations for a quarter of an hour, then real kills and attacks; docs/benchmarks.md has figures.
 soak: export WAN_TPU_SIMULATION_S ?= 450
@@ -97,11 +101,11 @@ soak: $(VENV)/installed
 test-tpu: export WAN_TPU_TEST_PLATFORMS ?= tpu,cpu
 test-tpu: $(VENV)/installed
 	$(BIN)/python -m pytest -n 0 tests/kernels --ignore tests/kernels/test_bundles.py \
-		tests/wan_tpu/test_sparse_linear.py -m "not soak"
+		tests/wan_tpu/test_sparse_linear.py -m "not thorough"
 	$(BIN)/python -m pytest -n 0 tests/wan_tpu/test_parity.py \
 		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py tests/wan_tpu/test_ltx2_parity.py \
-		tests/wan_tpu/test_minimax_h3_parity.py -m "not long and not soak and not loads_libtpu"
-	$(BIN)/python -m pytest -n 0 -rs -m "meshes and not soak" tests/wan_tpu
+		tests/wan_tpu/test_minimax_h3_parity.py -m "not long and not thorough and not loads_libtpu"
+	$(BIN)/python -m pytest -n 0 -rs -m "meshes and not thorough" tests/wan_tpu
 	$(BIN)/wan-tpu doctor
 
 lint: $(VENV)/installed

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from actors.interrupts import end_on_sigterm
 from cluster.errors import ClusterError
 from wan_tpu.cli import run
-from wan_tpu.commands.parser import Parser, all_actions, parser_of
+from wan_tpu.commands.importing import heavy_imports
+from wan_tpu.commands.parser import Parser, all_arguments, parser_of
 from wan_tpu.errors import InvalidInput
 from wan_tpu.suggest import did_you_mean
 from wan_tpu.versions import summarize_versions
@@ -91,18 +92,18 @@ def _run_command(argv: Sequence[str]) -> int | None:
         raise InvalidInput(f"there is no {command!r}{hint}; choose from {', '.join(COMMANDS)}")
     with end_on_sigterm():
         try:
-            return find_command(command)(argv[1:])
+            with heavy_imports():
+                run_command = find_command(command)
+            return run_command(argv[1:])
         except ModuleNotFoundError as missing:
             if command not in EXTRAS or not missing.name:
                 raise
             raise InvalidInput(
-                f"wan-tpu {command} needs {missing.name}, which isn't installed: "
-                f"pip install 'wan-tpu[{EXTRAS[command]}]'"
+                f"wan-tpu {command} needs {missing.name}, which isn't installed: pip install '.[{EXTRAS[command]}]'"
             ) from missing
 
 
 def find_command(name: str) -> Callable[[Sequence[str]], int | None]:
-    """Return the function of a command."""
     module, function, _ = COMMANDS[name]
     command: Callable[[Sequence[str]], int | None] = getattr(importlib.import_module(module), function)
     return command
@@ -124,7 +125,7 @@ def completion(argv: Sequence[str]) -> None:
     from wan_tpu.storage.addresses import absolute
 
     whole: Any = Parser(prog="wan-tpu", description="Video generation on TPUs.")
-    commands = whole.add_subparsers(dest="command", parser_class=lambda prog, of: parser_of(find_command(of)))
+    commands = whole.add_actions(dest="command", parser_class=lambda prog, of: parser_of(find_command(of)))
     for name, (_, _, summary) in COMMANDS.items():
         commands.add_parser(name, help=summary, of=name)
     specs = [published_spec(name) for name in list_published()]
@@ -142,7 +143,7 @@ def completion(argv: Sequence[str]) -> None:
         f"{'' if name in ('preset', 'solver') else 'compgen -f -- $1; '}}}"
         for name, words in names.items()
     )
-    for action in all_actions(whole):
+    for action in all_arguments(whole):
         name = {"model_id": "model", "source": "model"}.get(action.dest, action.dest)
         if name in names and action.choices is None:
             action.complete = {**shtab.FILE, "bash": functions[name], "preamble": {"bash": preamble}}  # type: ignore[attr-defined]

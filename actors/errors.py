@@ -48,12 +48,9 @@ class StageInterrupted(PipelineError):
 
     Raised itself when the slice, its leader or the driver is gone, or when something that the stage needs can't be
     reached or has been replaced. The subclasses say which other reason there is; with some, nothing is lost.
-
-    Attributes:
-        replica: Serve's name for the leader to avoid, once that is known.
     """
 
-    replica: str | None = None
+    replica: str | None = None  # Serve's name for the leader to avoid, once that is known.
 
 
 class StageFailed(StageInterrupted):

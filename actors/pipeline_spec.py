@@ -14,66 +14,45 @@ Chips = Literal["real", "emulated", "simulated"]
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """Settings that all pools of a pipeline share.
+    """Settings that all pools of a pipeline share."""
 
-    Attributes:
-        checkpoint: A diffusers directory, at the same path on every host, or a hub id.
-        snapshots: The folder or bucket for states of unfinished requests. Every host must be able to reach it.
-        dtype: The precision of weights and activations.
-        executables: Where compiled programs are stored, or None.
-        kernels: The kernels that every host uses (see `wan_tpu.switches`).
-        collectives: How every host sends data between devices (see `wan_tpu.switches`).
-        preview_decoder: The file of a tiny decoder for previews, at the same path on every host, or None.
-        snapshot_every: Steps between two snapshots. When a slice is lost, the steps since the last one are repeated.
-        scale_wait_s: The longest wait for a pool, estimated from the measured time of its stage, that autoscaling
-            accepts before it adds a replica.
-        scale_up_s: How long more replicas must have been needed before a pool gets them.
-        scale_down_s: How long fewer replicas must have been needed before a pool loses some.
-        scale_look_s: The period over which the needed number of replicas is averaged.
-        warm_up: Requests whose programs every replica compiles before its first request: only sizes and presets matter.
-        chips: What the slices are made of. Every figure and picture says so unless the chips are real.
-        reliability: Time-outs and retries.
-        host_class: The class that runs on every host of a slice, "module:name".
-        name: The pipeline's name, which its applications and actors carry.
-    """
-
-    checkpoint: str
-    snapshots: str
+    checkpoint: str  # A diffusers directory, at the same path on every host, or a hub id.
+    snapshots: str  # The folder or bucket for states of unfinished requests. Every host must be able to reach it.
     dtype: str = "bfloat16"
-    executables: str | None = None
-    kernels: str = OWN_KERNELS
-    collectives: str = OVERLAPPED
+    executables: str | None = None  # Where compiled programs are stored, or None.
+    kernels: str = OWN_KERNELS  # The kernels that every host uses (see `wan_tpu.switches`).
+    collectives: str = OVERLAPPED  # How every host sends data between devices (see `wan_tpu.switches`).
+    # The file of a tiny decoder for previews, at the same path on every host, or None.
     preview_decoder: str | None = None
+    # Steps between two snapshots. When a slice is lost, the steps since the last one are repeated.
     snapshot_every: int = 5
+    # The longest wait for a pool, estimated from the measured time of its stage, that autoscaling accepts before it
+    # adds a replica.
     scale_wait_s: float = 60
-    scale_up_s: float = 30
-    scale_down_s: float = 600
-    scale_look_s: float = 30
+    scale_up_s: float = 30  # How long more replicas must have been needed before a pool gets them.
+    scale_down_s: float = 600  # How long fewer replicas must have been needed before a pool loses some.
+    scale_look_s: float = 30  # The period over which the needed number of replicas is averaged.
+    # Requests whose programs every replica compiles before its first request: only sizes and presets matter.
     warm_up: tuple[GenerationRequest, ...] = ()
-    chips: Chips = "real"
+    chips: Chips = "real"  # What the slices are made of. Every figure and picture says so unless the chips are real.
     reliability: ReliabilitySettings = field(default_factory=ReliabilitySettings)
+    # The class that runs on every host of a slice, "module:name".
     host_class: str = "actors.slices.stage_host:StageHost"
-    name: str = "wan-tpu"
+    name: str = "wan-tpu"  # The pipeline's name, which its applications and actors carry.
 
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """A pipeline: what runs where.
+    """A pipeline: what runs where."""
 
-    Attributes:
-        layout: The pools, and the slices of each.
-        settings: What all pools share.
-        model: The model of the checkpoint.
-        lasting: Whether the pipeline stays up after the driver that brought it up has ended.
-    """
-
-    layout: Layout
+    layout: Layout  # The pools, and the slices of each.
     settings: PipelineSettings
     model: ModelSpec
-    lasting: bool
+    lasting: bool  # Whether the pipeline stays up after the driver that brought it up has ended.
 
     def __post_init__(self) -> None:
-        self.layout.check_stages(self.model.stages)  # Raises `LayoutError`.
+        self.layout.check_stages(tuple(self.model.components), self.model.optional_stages)  # Raises `LayoutError`.
+        object.__setattr__(self, "model", self.model.limit_to(self.layout.stages))
 
     def is_same_as(self, other: "PipelineSpec") -> bool:
         """Return whether another pipeline would make the same videos on the same slices."""

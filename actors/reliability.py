@@ -17,58 +17,43 @@ class ReliabilitySettings(Timeouts):
 
     The time-outs of one slice (place, start, join, build, heartbeat, grace, hung, poll, chips) are inherited from
     `cluster.gang.protocol.Timeouts`, because `cluster` imports nothing of ours.
-
-    Attributes:
-        replica_wait_s: How long a request waits for a place at one replica before it looks for another.
-        health_s: Time between two health checks of a replica, each of which also looks for a drain that has begun.
-        finish_s: How long a replica that is being removed may go on with the requests that it has.
-        hand_over_s: How much of a drain is kept for copying a state out of the slice and writing it.
-        adapters_s: How long the pools may take to check a request's adapters before anything is computed. After that,
-            the request starts, and a pool refuses a bad adapter when it needs it.
-        snapshots_s: How long a request waits while the storage of snapshots doesn't say whether it has one.
-        storage_s: How long a call to a bucket that doesn't answer is repeated, in every process of the pipeline.
-        lease_s: How long a worker keeps a job without renewing its lease; then another worker takes the job. It must
-            span several renewals, and be longer than the database may pause.
-        renewal_s: Time between two renewals of a lease. A client sees a step, and a worker a cancellation, that late.
-        queue_check_s: Time between two looks for jobs whose deadline has passed or whose lease has run out.
-        check_in_s: Time between two check-ins of a service's process.
-        absent_s: A process that hasn't checked in for this long counts as gone.
-        pipeline_pause_s: How long a worker claims no job after one has met a pipeline that can't be used.
-        answer_s: How long a request that waits for its video is held. After that, its client has to poll.
-        fetch_s: How long an image of another server, or the answer of a webhook, may take: names, connections and all.
-        shutdown_s: How long a replaced ingress may go on answering, and a worker may take to give its jobs back.
-        stage_attempts: Attempts at a stage without any progress of its request, when slices or payloads are lost.
-        move_attempts: Slices in a row, each about to be taken away, that may send a request on without any progress.
-        slice_attempts: Different requests in a row that a slice may fail before it is replaced.
-        handle_attempts: Attempts at learning from Ray Serve which replicas a pool has, of two seconds each.
-        job_attempts: Attempts at a job while the pipeline or the database fails, not the job.
-        worker_attempts: Workers that a job may lose before it fails, since the job itself may be what kills them.
-        input_attempts: Attempts at reading a job's input while storage fails, with growing pauses.
     """
 
-    replica_wait_s: float = 10
+    replica_wait_s: float = 10  # How long a request waits for a place at one replica before it looks for another.
+    # Time between two health checks of a replica, each of which also looks for a drain that has begun.
     health_s: float = 2
-    finish_s: float = 3600
-    hand_over_s: float = 5
+    finish_s: float = 3600  # How long a replica that is being removed may go on with the requests that it has.
+    hand_over_s: float = 5  # How much of a drain is kept for copying a state out of the slice and writing it.
+    # How long the pools may take to check a request's adapters before anything is computed. After that, the request
+    # starts, and a pool refuses a bad adapter when it needs it.
     adapters_s: float = 30
-    snapshots_s: float = 600
+    snapshots_s: float = 600  # How long a request waits while the storage of snapshots doesn't say whether it has one.
+    # How long a call to a bucket that doesn't answer is repeated, in every process of the pipeline.
     storage_s: float = OUTAGE_S
+    # How long a worker keeps a job without renewing its lease; then another worker takes the job. It must span several
+    # renewals, and be longer than the database may pause.
     lease_s: float = 30
+    # Time between two renewals of a lease. A client sees a step, and a worker a cancellation, that late.
     renewal_s: float = 1
-    queue_check_s: float = 2
-    check_in_s: float = 5
-    absent_s: float = 60
-    pipeline_pause_s: float = 5
-    answer_s: float = 120
+    queue_check_s: float = 2  # Time between two looks for jobs whose deadline has passed or whose lease has run out.
+    check_in_s: float = 5  # Time between two check-ins of a service's process.
+    absent_s: float = 60  # A process that hasn't checked in for this long counts as gone.
+    pipeline_pause_s: float = 5  # How long a worker claims no job after one has met a pipeline that can't be used.
+    answer_s: float = 120  # How long a request that waits for its video is held. After that, its client has to poll.
+    # How long an image of another server, or the answer of a webhook, may take: names, connections and all.
     fetch_s: float = 20
+    # How long a replaced ingress may go on answering, and a worker may take to give its jobs back.
     shutdown_s: float = 30
+    # Attempts at a stage without any progress of its request, when slices or payloads are lost.
     stage_attempts: int = 5
+    # Slices in a row, each about to be taken away, that may send a request on without any progress.
     move_attempts: int = 600
-    slice_attempts: int = 3
-    handle_attempts: int = 10
-    job_attempts: int = 20
+    slice_attempts: int = 3  # Different requests in a row that a slice may fail before it is replaced.
+    handle_attempts: int = 10  # Attempts at learning from Ray Serve which replicas a pool has, of two seconds each.
+    job_attempts: int = 20  # Attempts at a job while the pipeline or the database fails, not the job.
+    # Workers that a job may lose before it fails, since the job itself may be what kills them.
     worker_attempts: int = 10
-    input_attempts: int = 8
+    input_attempts: int = 8  # Attempts at reading a job's input while storage fails, with growing pauses.
 
 
 def build_environment(settings: ReliabilitySettings) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The TPU generations: what one chip has, and what Google, JAX and Ray call it.
 
-Each generation is a file of facts in `cluster/generations/`, with a source for every figure. Everything else derives
-from these files.
+Each generation is a file of facts in `cluster/generations/`, with a source for every figure. What else a
+generation needs is in docs/cluster.md.
 """
 
 import math
@@ -21,60 +21,39 @@ Shape = Annotated[tuple[int, ...], BeforeValidator(lambda text: str(text).split(
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One TPU generation. Figures are for a whole chip.
-
-    Attributes:
-        name: The usual name, with which the names of slices begin.
-        jax_kind: The `device_kind` of its devices in JAX.
-        compiler: Its name in the compiler's topologies.
-        devices: How many JAX devices a chip has.
-        cores: How many TensorCores a chip has.
-        size_unit: What the number in a slice's name counts: "chips", or "cores" as in v5p-8.
-        usable_gib: Memory that programs may use, as libtpu's compiler reports it when it refuses a program.
-        hbm_bytes_per_s: Bandwidth of that memory.
-        bf16_flops: Dense peak per second; a multiply-add counts as two operations.
-        clock_hz: Clock of the TensorCore, which issues one VLIW bundle a cycle.
-        mxu_8bit_dtype: The 8-bit type, as JAX names it, that the matrix units multiply in half the time of bfloat16.
-        ici_link_bytes_per_s: Rate of one link in one direction; a chip has two links along each axis of the torus.
-        core_link_bytes_per_s: Rate between the two devices of a chip, in one direction; None for chips of one device.
-        sparse_core_collectives: Collectives that its compiler runs on SparseCores by default.
-        topologies: The shapes of slices that Google offers, one for each number of chips.
-        ring_size: Exactly the axes with this many chips close to rings; None where `ring_block` decides.
-        ring_block: All axes close to rings if all are multiples of this; None where `ring_size` decides.
-        host_shape: The chips of one host in a slice with several hosts.
-        one_host_chips: How many chips a slice with a single host can have.
-        ray_accelerator: The accelerator type in Ray.
-        device_files: How many files in /dev a chip has, each of which Ray counts as a chip.
-        gke_accelerator: The accelerator in GKE's node selector.
-        gke_machines: GKE's machine types, by their number of chips.
-        tpu_vm_runtime: The software version to request from Cloud TPU's API; None where it doesn't offer such chips.
-    """
+    """One TPU generation. Figures are for a whole chip."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    name: str
-    jax_kind: str
-    compiler: str
+    name: str  # The usual name, with which the names of slices begin.
+    jax_kind: str  # The `device_kind` of its devices in JAX.
+    compiler: str  # Its name in the compiler's topologies.
     devices: int
     cores: int
+    # What the number in a slice's name counts: "chips", or "cores" as in v5p-8.
     size_unit: Literal["chips", "cores"] = "chips"
-    usable_gib: float
-    hbm_bytes_per_s: float
-    bf16_flops: float
-    clock_hz: float
-    mxu_8bit_dtype: str
-    ici_link_bytes_per_s: float
+    usable_gib: float  # Memory that programs may use, as libtpu's compiler reports it when it refuses a program.
+    hbm_bytes_per_s: float  # Bandwidth of that memory.
+    bf16_flops: float  # Dense peak per second; a multiply-add counts as two operations.
+    clock_hz: float  # Clock of the TensorCore, which issues one VLIW bundle a cycle.
+    mxu_8bit_dtype: str  # The 8-bit type, as JAX names it, that the matrix units multiply in half the time of bfloat16.
+    ici_link_bytes_per_s: float  # Rate of one link in one direction; a chip has two links along each axis of the torus.
+    # Rate between the two devices of a chip, in one direction; None for chips of one device.
     core_link_bytes_per_s: float | None = None
-    sparse_core_collectives: tuple[str, ...] = ()
-    topologies: tuple[Shape, ...]
+    sparse_core_collectives: tuple[str, ...] = ()  # Collectives that its compiler runs on SparseCores by default.
+    topologies: tuple[Shape, ...]  # The shapes of slices that Google offers, one for each number of chips.
+    # Exactly the axes with this many chips close to rings; None where `ring_block` decides.
     ring_size: int | None = None
+    # All axes close to rings if all are multiples of this; None where `ring_size` decides.
     ring_block: int | None = None
-    host_shape: Shape
-    one_host_chips: tuple[int, ...]
-    ray_accelerator: str
-    device_files: int = 1
-    gke_accelerator: str
+    host_shape: Shape  # The chips of one host in a slice with several hosts.
+    one_host_chips: tuple[int, ...]  # How many chips a slice with a single host can have.
+    ray_accelerator: str  # The accelerator type in Ray.
+    device_files: int = 1  # How many files in /dev a chip has, each of which Ray counts as a chip.
+    gke_accelerator: str  # The accelerator in GKE's node selector.
+    # GKE's machine types, by their number of chips.
     gke_machines: dict[int, str] = field(default_factory=dict, hash=False)
+    # The software version to request from Cloud TPU's API; None where it doesn't offer such chips.
     tpu_vm_runtime: str | None = None
 
     @property

@@ -6,7 +6,6 @@ from cluster.inventory import LiveSlice
 
 
 def draw(slices: Sequence[LiveSlice]) -> str:
-    """Return a drawing of slices with their hosts and holders."""
     if not slices:
         return "no TPU hosts"
     titles = [_describe(slice_) for slice_ in slices]
@@ -20,7 +19,6 @@ def draw(slices: Sequence[LiveSlice]) -> str:
 
 
 def _describe(item: LiveSlice) -> tuple[str, str, str]:
-    """Return a slice's name, kind and state."""
     kind = f"{'emulated ' if item.emulated else ''}{item.spec or item.pod_type}"
     return item.name, kind, item.holder or ("free" if not item.missing else "unusable")
 

@@ -10,15 +10,10 @@ from cluster.chips import GIB
 
 @dataclass(frozen=True)
 class Footprint:
-    """The resources that a process may use on its machine.
+    """The resources that a process may use on its machine."""
 
-    Attributes:
-        cpus: How many CPUs Ray counts for the process.
-        memory_bytes: The most memory that the process and its children take.
-    """
-
-    cpus: float
-    memory_bytes: int
+    cpus: float  # How many CPUs Ray counts for the process.
+    memory_bytes: int  # The most memory that the process and its children take.
 
     def build_ray_options(self) -> dict[str, Any]:
         """Return Ray's options of an actor that takes this much."""
@@ -33,11 +28,7 @@ WORKER = Footprint(0.1, 2 * GIB)
 
 
 def build_ingress(limited_bytes: int) -> Footprint:
-    """Return what an ingress takes.
-
-    Args:
-        limited_bytes: What its limits allow clients to occupy, beside the process itself.
-    """
+    """Return what an ingress takes whose limits allow clients to occupy so much beside the process itself."""
     return Footprint(0.1, GIB // 2 + limited_bytes)
 
 
@@ -49,7 +40,6 @@ def count_machines(processes: Sequence[Footprint], machine: Footprint) -> int:
 
     Args:
         processes: The processes, none of which is larger than a machine.
-        machine: What a machine offers.
     """
     if not processes:
         return 0

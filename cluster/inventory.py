@@ -25,21 +25,13 @@ class LiveHost:
 
 @dataclass(frozen=True)
 class LiveSlice:
-    """A slice of a cluster, with those of its hosts that are alive.
-
-    Attributes:
-        name: Its name in the cluster.
-        pod_type: Its kind as Ray spells it.
-        spec: Its kind; None if `pod_type` is unknown here.
-        hosts: The hosts that are alive, by worker id.
-        holder: Who has reserved it; None if it is free.
-    """
+    """A slice of a cluster, with those of its hosts that are alive."""
 
     name: str
-    pod_type: str
-    spec: SliceSpec | None
-    hosts: tuple[LiveHost, ...]
-    holder: str | None
+    pod_type: str  # Its kind as Ray spells it.
+    spec: SliceSpec | None  # Its kind; None if `pod_type` is unknown here.
+    hosts: tuple[LiveHost, ...]  # The hosts that are alive, by worker id.
+    holder: str | None  # Who has reserved it; None if it is free.
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ A stage's name may be any string here; `Layout.check_stages` compares the names 
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -83,17 +83,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Layout:
-    """All pools of a layout, in the order of its file.
+    """All pools of a layout, in the order of its file."""
 
-    Attributes:
-        source: The file that it was read from, for messages.
-        pools: The pools.
-        devices_per_host: CPU devices of each emulated host; None if the layout is for real slices.
-    """
-
-    source: str
+    source: str  # The file that it was read from, for messages.
     pools: tuple[Pool, ...]
-    devices_per_host: int | None = None
+    devices_per_host: int | None = None  # CPU devices of each emulated host; None if the layout is for real slices.
 
     @classmethod
     def load(cls, path: str | Path) -> "Layout":
@@ -141,15 +135,23 @@ class Layout:
 
     @property
     def slices(self) -> int:
-        """How many slices all pools together may have."""
         return sum(pool.replicas.maximum for pool in self.pools)
 
     def find_pool(self, stage: str) -> Pool:
-        """Return the pool that hosts a stage."""
         return next(pool for pool in self.pools if stage in pool.stages)
 
-    def check_stages(self, stages: Sequence[str]) -> None:
-        """Raise `LayoutError` unless the pools host exactly these stages, each pool in their order."""
+    @property
+    def stages(self) -> frozenset[str]:
+        """All stages that are hosted."""
+        return frozenset(stage for pool in self.pools for stage in pool.stages)
+
+    def check_stages(self, stages: Sequence[str], optional: Collection[str] = ()) -> None:
+        """Raise `LayoutError` unless the pools host these stages, each pool in their order, and no others.
+
+        Args:
+            stages: All stages of a model.
+            optional: Those that may be left out.
+        """
         for pool in self.pools:
             if unknown := [stage for stage in pool.stages if stage not in stages]:
                 raise self._build_error(
@@ -158,8 +160,7 @@ class Layout:
             ordered = sorted(pool.stages, key=list(stages).index)
             if list(pool.stages) != ordered:
                 raise self._build_error(f"stages are out of order; write stages: [{', '.join(ordered)}]", pool)
-        hosted = {stage for pool in self.pools for stage in pool.stages}
-        if missing := ", ".join(stage for stage in stages if stage not in hosted):
+        if missing := ", ".join(stage for stage in stages if stage not in {*self.stages, *optional}):
             raise self._build_error(f"no pool hosts {missing}; add a pool with stages: [{missing}]")
 
     def _check_mesh(self, pool: Pool) -> None:
@@ -175,7 +176,6 @@ class Layout:
 
 
 def list_shipped() -> list[str]:
-    """Return the names of the shipped layouts."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 

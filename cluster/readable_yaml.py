@@ -6,12 +6,7 @@ import yaml
 
 
 def dump_yaml(content: Any, *, aliases: bool = False) -> str:
-    """Return content as YAML, its keys in their order.
-
-    Args:
-        content: Plain values.
-        aliases: Whether an object that occurs again is written as a reference to its first occurrence.
-    """
+    """Return content as YAML, its keys in their order; with `aliases`, an object that occurs again is a reference."""
     dumper = _Dumper if aliases else _WithoutAliases
     text: str = yaml.dump(content, Dumper=dumper, sort_keys=False, width=120)
     return text

@@ -29,7 +29,6 @@ class SliceSpec:
 
     Attributes:
         name: The usual name, as written by whoever asked for it.
-        chip: The generation.
         shape: Chips along each axis of the interconnect.
         host_shape: The part of `shape` that belongs to one host.
 
@@ -53,12 +52,10 @@ class SliceSpec:
 
     @property
     def chips(self) -> int:
-        """How many chips the slice has."""
         return math.prod(self.shape)
 
     @property
     def chips_per_host(self) -> int:
-        """How many chips one host has."""
         return math.prod(self.host_shape)
 
     @property

@@ -25,8 +25,6 @@ def validate(kind: type[T], content: Any, remedies: Mapping[Any, str]) -> T:
     """Return content as a value of a class, usually a dataclass.
 
     Args:
-        kind: The class.
-        content: The content of a YAML text.
         remedies: What to write instead of what is wrong, by the last key on the way to it that has a remedy; the class
             itself is the key for all else.
 

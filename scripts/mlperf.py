@@ -62,7 +62,7 @@ Generate = Callable[[int], bytes]  # the number of a prompt -> an mp4
 def main(argv: Sequence[str]) -> int:
     """Run what the first argument names; return the exit code."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    actions = parser.add_subparsers(dest="action", required=True, parser_class=Parser)
+    actions = parser.add_actions(dest="action", required=True, parser_class=Parser)
     _run_arguments(actions.add_parser("run", help="one LoadGen test"))
     score = actions.add_parser("score", help="judge the videos of an accuracy run")
     score.add_argument("--videos", type=Path, required=True)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     return test(args) if args.action == "run" else judge(args.videos, args.vbench, args.processes)
 
 
-def _run_arguments(parser: argparse.ArgumentParser) -> None:
+def _run_arguments(parser: Parser) -> None:
     add_model(parser, help="as wan-tpu generate; not with --pools")
     parser.add_argument("--prompts", type=Path, required=True, help="a prompt a line")
     parser.add_argument("--output", type=Path, required=True, help="LoadGen's logs, and videos/")

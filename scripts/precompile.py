@@ -12,6 +12,7 @@ stands for its configuration without its files, whose programs serve where the f
 """
 
 import argparse
+import itertools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -50,14 +51,18 @@ def main() -> int:
             height=height, width=width, frames=args.frames, guidance_scale=args.guidance_scale, preset=args.preset
         )
         preset = dict(model.spec.presets[args.preset].settings) if args.preset else {}
-        request = partial.resolve(model.spec.defaults, preset)
+        request = partial.resolve(model.spec.defaults_for(partial, None), preset)
         models = [model.for_text(model.spec.fit_text_rows(count)) for count in args.prompt_tokens] or [model]
-        for part in _parts(args, model):
+        parts = _parts(args, model)
+        # The most frequent references, if some pool is for requests with them.
+        hosted = model.spec.limit_to({stage for part in parts for stage in part.stages})
+        requests = hosted.typical_requests(request)
+        for part in parts:
             devices = describe_slice(part.slice).devices() if part.slice else None
             mesh = make_mesh(part.mesh, heads=model.spec.heads, devices=devices)
             print(f"{part.name}{model.spec.name}, mesh {dict(mesh.shape)} of {_kind(part, mesh)}", flush=True)
-            for sized in models:
-                for done in precompile(sized, request, mesh, args.dtype, args.folder, stages=part.stages):
+            for sized, needed in itertools.product(models, requests):
+                for done in precompile(sized, needed, mesh, args.dtype, args.folder, stages=part.stages):
                     took = f"{done.compile_s:8.1f} s compiling{done.seconds:8.1f} s in all"
                     print(f"{done.name:<20}{done.refusal or took}", flush=True)
     except jax.errors.JaxRuntimeError as error:  # all that a compiler says
@@ -91,12 +96,12 @@ def _kind(part: _Part, mesh: "Mesh") -> str:
 def _arguments() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model(parser, required=True, help="diffusers directory, hub id, or a published model's name")
-    where = parser.add_mutually_exclusive_group()
+    where = parser.add_alternatives()
     where.add_argument("--slice", help="such as v6e-8; this machine's own devices when left out")
     where.add_argument("--layout", help="file or shipped name: every pool's stages, for its slice and mesh")
     parser.add_argument("--size", help="WIDTHxHEIGHT in pixels")
     parser.add_argument("--frames", type=int)
-    parser.add_argument("--preset", help="whose programs differ from the usual ones: turbo-4-sla")
+    parser.add_argument("--preset", help="whose programs differ from the usual ones: turbo-4-sla, fasth3-vsa")
     parser.add_argument("--guidance_scale", type=float)
     parser.add_argument(
         "--prompt_tokens",

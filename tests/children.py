@@ -1,9 +1,13 @@
 """Child processes for tests, forked from one that has imported torch, JAX and diffusers, because that takes seconds."""
 
+import contextlib
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
+import resource
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +23,7 @@ from tests.waiting import SECONDS
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["actors.imported"])
+LIMIT_S = 2 * SECONDS  # Tests that compute have a low priority, and so have their processes.
 
 
 def start_module(
@@ -44,13 +49,23 @@ def start_module(
     return process
 
 
+def end(process: ForkServerProcess) -> None:
+    """End a child; one that still runs writes first where each of its threads is."""
+    if process.exitcode is None and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGABRT)
+        process.join(10)
+    process.kill()
+    process.join()
+
+
 def run_module(
     module: str, *arguments: object, environment: Mapping[str, str] = os.environ, output: Path | None = None
 ) -> None:
     """Run a module as `start_module` does, and wait for its end. If the module fails, so does the test."""
     process = start_module(module, *arguments, environment=environment, output=output)
-    process.join(SECONDS)
-    process.kill()
+    process.join(LIMIT_S)
+    end(process)
     assert process.exitcode == 0, f"{module} ended with {process.exitcode}"
 
 
@@ -59,10 +74,8 @@ def run_command(*arguments: object, environment: Mapping[str, str] = os.environ)
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         process = start_module("actors.cli", *arguments, environment=environment, output=output, errors=errors)
-        process.join(SECONDS)
-        process.kill()
-        process.join()
-        assert process.exitcode is not None
+        process.join(LIMIT_S)
+        end(process)
         texts = output.read_text(), errors.read_text()
     return subprocess.CompletedProcess(["wan-tpu", *map(str, arguments)], process.exitcode, *texts)
 
@@ -96,5 +109,7 @@ def _run(command: list[str], environment: dict[str, str], output: Path | None, e
     if errors is not None:
         with errors.open("wb") as file:
             os.dup2(file.fileno(), 2)
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # `end` aborts what hangs.
     sys.argv = command
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -22,6 +22,7 @@ os.environ["DIFFUSERS_VERBOSITY"] = os.environ["TRANSFORMERS_VERBOSITY"] = "erro
 # Otherwise imageio would fork in Python to read a video, which is unsafe with JAX's threads.
 os.environ["IMAGEIO_FFMPEG_NO_PREVENT_SIGINT"] = "1"
 
+import ctypes
 import functools
 import gc
 import re
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from xdist.scheduler import LoadFileScheduling
@@ -47,6 +49,7 @@ gc.set_threshold(100_000)  # JAX makes many long-lived objects, so most garbage 
 ROOT = Path(__file__).parent.parent
 STAGES = ("encoder", "denoise_high", "denoise_low", "decoder")  # The stages of a model with two experts.
 PHOTO = ROOT / "examples" / "cat.png"
+MOST_MAPPINGS = 5000  # That a process keeps from one module of tests to the next.
 
 
 def with_devices(count: int) -> dict[str, str]:
@@ -69,7 +72,7 @@ SHARING = (
 
 
 def starts_clusters(nodeid: str) -> bool:
-    """Return whether a test starts Ray clusters and measures times: tests/cluster, and most of tests/actors."""
+    """Return whether a test starts Ray clusters, or processes that wait for each other, and measures times."""
     computing = ("tests/actors/api/", "tests/actors/jobs/", "tests/actors/slices/test_stage_host.py", *SHARING)
     return nodeid.startswith(("tests/cluster/", "tests/actors/")) and not nodeid.startswith(computing)
 
@@ -92,13 +95,21 @@ class Scheduling(LoadFileScheduling):
         return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"
 
 
-# Tests of the single parts of a family, of rarely used kernels, of options of a few models, and of what holds for each
-# operation or tensor of all families. The remaining tests still compare whole videos of every family with diffusers'.
+# Tests of a family besides Wan, of rarely used kernels, of options of a few models, and of what holds for each
+# operation or tensor of all families. The others still compare a whole video of every family with diffusers'.
+WHOLE_VIDEO = r"(parity|pipeline)\.py::test_(same_latents|latents_and)_"
 IN_DEPTH = re.compile(
-    r"tests/(wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_(?!parity|pipeline)"
+    rf"tests/(wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_(?!{WHOLE_VIDEO})"
     r"|wan_tpu/test_(every_tensor|float32_weights|flops|sparse_linear|turbo|magcache|eight_bits)"
     r"|wan_tpu/test_adapters_(of_other_models|unmet)"
     r"|kernels/test_(low_precision|sparse_attention|folded_conv|group_norm)|cluster/test_slice_faults)"
+)
+# Of these, `make thorough` alone runs the tests of parts of a model, since others compare its whole video, and those of
+# what another family's tests show, too.
+PARTS = re.compile(
+    r"tests/wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_"
+    r"(transformer|vae|text|audio)\.py::"
+    r"|tests/wan_tpu/test_minimax_h3_continuation"
 )
 
 
@@ -118,6 +129,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if IN_DEPTH.match(item.nodeid):
             item.add_marker(pytest.mark.long)
+        if PARTS.match(item.nodeid) and item.get_closest_marker("meshes") is None:
+            item.add_marker(pytest.mark.thorough)
     heavy = ("tests/wan_tpu/", "tests/quality/", "tests/actors/slices/test_stage_host.py", *HEAVY)
     items.sort(
         key=lambda item: (
@@ -146,6 +159,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     computes = not starts_clusters(item.nodeid) and not item.nodeid.startswith(PLAN)
     if "PYTEST_XDIST_WORKER" in os.environ and computes and os.nice(0) == 0:
         os.nice(10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_end() -> Iterator[None]:
+    """Let go of a module's compiled programs.
+
+    Each takes several mappings of memory, of which a process may have 65,530. Together, those of four processes filled
+    a machine of 24 GiB.
+    """
+    yield
+    if len(Path("/proc/self/maps").read_bytes().splitlines()) > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ def server():
     programs = postgres.binaries()
     if programs is None or not (programs / "pg_dump").exists():
         pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-    pytest.importorskip("psycopg", reason='its driver is not installed (pip install "wan-tpu[postgresql]")')
+    pytest.importorskip("psycopg", reason='its driver is not installed (pip install ".[postgresql]")')
     with postgres.server(programs) as running:
         yield running
 

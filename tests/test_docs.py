@@ -1,4 +1,4 @@
-"""README and docs: what they name is there, and they are read without scrolling sideways."""
+"""README and docs: what they name is there."""
 
 import ast
 import functools
@@ -32,11 +32,6 @@ def test_links_lead_somewhere(page):
         if "://" not in target:
             assert target_file.exists(), target
             assert not section or section in sections(target_file), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_lines_are_short(page):
-    assert [line for line in prose(page).splitlines() if len(line) > 160 and not line.startswith("|")] == []
 
 
 FILE = re.compile(r"`([\w./<>*-]+\.(?:py|pyi|ya?ml|jsonl?|tf|html|toml|sh))`")

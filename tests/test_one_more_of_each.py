@@ -18,13 +18,13 @@ from tests.actors.test_new_generation import INVENTED
 from tests.conftest import ROOT
 from tests.wan_tpu.test_aot_kernel_cost import kernel_config
 from wan_tpu import GenerationRequest
-from wan_tpu.aot.programs import STEP
+from wan_tpu.aot.names import STEP
 from wan_tpu.errors import InvalidInput
 from wan_tpu.families import published_spec
 from wan_tpu.ops import self_check
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.ici import Interconnect
-from wan_tpu.pricing.planner import Planner
+from wan_tpu.pricing.planner import SlicePlanner
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.switches import KERNELS as KERNELS_VARIABLE
@@ -101,7 +101,7 @@ def test_field_that_changes_a_program_is_priced(generation, tmp_path, monkeypatc
     jobs = {}
     for sharpness in (1, 2):
         request = SharperRequest(**fields, sharpness=sharpness)
-        planner = Planner(MODEL, request, generation, dtype="bfloat16", cache=tmp_path, report=print)
+        planner = SlicePlanner(MODEL, request, generation, dtype="bfloat16", cache=tmp_path, report=print)
         jobs[sharpness] = {name: job for name, (job, _) in planner.jobs(make_mesh((1, 1, 1), heads=spec.heads)).items()}
         for job in jobs[sharpness].values():
             assert SharperRequest(**json.loads(json.dumps(job.request))).sharpness == sharpness

@@ -69,14 +69,15 @@ def test_wheel_has_our_packages_and_their_data_only(wheel):
     assert "cluster/provision/haproxy.cfg" in files
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_command_without_its_extra_says_which_to_install(core, tmp_path):
     done = run_python(core, tmp_path, "-c", RUN_ALL, json.dumps([command for command, _ in NEEDS_AN_EXTRA]))
     assert (done.returncode, done.stdout) == (0, f"{[2] * len(NEEDS_AN_EXTRA)}\n"), done.stderr
     for (_, extra), line in zip(NEEDS_AN_EXTRA, done.stderr.splitlines(), strict=True):
-        assert re.fullmatch(rf"error: .* needs .*: pip install 'wan-tpu\[{extra}\]'.*", line)
+        assert re.fullmatch(rf"error: .* needs .*: pip install '\.\[{extra}\]'.*", line)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("extra", "packages", "without"),
     [

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-SECONDS = 240  # Allows for much on a busy machine, including a lost slice that is built again.
+SECONDS = 400  # Allows for much on a busy machine, including a lost slice that is built again.
 
 Found = TypeVar("Found")
 

@@ -103,7 +103,6 @@ class Checkpoint:
         return self.index[component][1]
 
     def config(self, component: str, file: str = "config.json") -> dict[str, Any]:
-        """Return a component's configuration."""
         return self._json(f"{component}/{file}")
 
     def read_settings(self, *keys: str) -> dict[str, Any]:
@@ -193,7 +192,6 @@ class Checkpoint:
         """Return a component's safetensors files by name. Those of the hub are fetched, a bucket's are read in place.
 
         Args:
-            component: Its folder.
             names: Patterns of the files to fetch. Other files that are already there are returned, too.
 
         Raises:

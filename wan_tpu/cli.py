@@ -31,7 +31,6 @@ def run(
     """Run a command; turn the errors that it raises on purpose into one line on stderr and an exit code.
 
     Args:
-        command: The command.
         argv: Its arguments, by default those of this process.
         expected: Exceptions, in addition to `WanTpuError`, that it raises on purpose.
 
@@ -54,6 +53,17 @@ def run(
     except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
         return getattr(interrupt, "exit_code", 130)
+    except Exception as error:
+        if not _follows_interrupt(error):
+            raise
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _follows_interrupt(error: BaseException) -> bool:
+    """Return whether an exception was raised in response to Ctrl-C, as imports of some packages do."""
+    before = error.__cause__ or error.__context__
+    return before is not None and (isinstance(before, KeyboardInterrupt) or _follows_interrupt(before))
 
 
 def _quiet_libraries() -> None:

@@ -21,6 +21,7 @@ import safetensors.numpy
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.media.image import to_uint8
 from wan_tpu.plan import AUDIO, VIDEO
+from wan_tpu.tail import Tail, find_sample
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
@@ -93,6 +94,8 @@ class DenoiseState:
         chunks: For a video denoised in chunks, the latents of the chunks before this one, each float32 [1, C, T, H, W];
             empty once all are finished, because `latents` then holds the whole video.
         generator: The state of the request's random generator, uint8, if each chunk draws from it; otherwise None.
+        smaller: The last latents of the first of two stages, float32 [1, C, T, H, W], if the end of such a video can be
+            continued; otherwise None.
     """
 
     latents: Array
@@ -103,6 +106,7 @@ class DenoiseState:
     own_noise: bool = False
     chunks: tuple[Array, ...] = ()
     generator: Array | None = None
+    smaller: Array | None = None
 
     @property
     def parts(self) -> dict[str, tuple[Array, tuple[Array, ...]]]:
@@ -121,7 +125,7 @@ class DenoiseState:
     def with_parts(self, parts: Mapping[str, tuple[Array, tuple[Array, ...]]], step: int) -> "DenoiseState":
         """Return this state with new parts after `step` steps; everything else stays the same."""
         other = self.of_parts(parts, step, own_noise=self.own_noise)
-        return dataclasses.replace(other, chunks=self.chunks, generator=self.generator)
+        return dataclasses.replace(other, chunks=self.chunks, generator=self.generator, smaller=self.smaller)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,20 +134,41 @@ class Video:
 
     Attributes:
         pixels: Float32 [T, H, W, 3] in [0, 1], T pixel frames, H W in pixels.
-        fps: Frames per second.
         audio: Its sound, float32 [channels, samples] in [-1, 1]; None without sound.
         audio_rate: Samples per second of the sound.
+        tail: Its end, for models that can continue a video with its motion and its sound: as one of the `references` of
+            a request, it begins that request's video, and `join` shows both as one. None for other models.
     """
 
     pixels: Array
     fps: float
     audio: Array | None = None
     audio_rate: int | None = None
+    tail: Tail | None = None
 
     @cached_property
     def frames(self) -> Array:
         """The pixels as uint8 [T, H, W, 3]."""
         return to_uint8(self.pixels)
+
+    def join(self, following: "Video") -> "Video":
+        """Return this video and one that begins with its `tail` as one video.
+
+        Raises:
+            InvalidInput: This video can't be continued so, or the other one doesn't match it.
+        """
+        tail = self.tail
+        same = self.pixels.shape[1:] == following.pixels.shape[1:] and self.fps == following.fps
+        if tail is None or not same or self.audio_rate != following.audio_rate:
+            raise InvalidInput(f"{following} doesn't continue {self}; give one whose request had its tail")
+        shown = len(self.pixels) - tail.blended
+        pixels = np.concatenate([self.pixels[:shown], following.pixels[tail.frames - tail.blended :]])
+        audio = None
+        if self.audio is not None and following.audio is not None and self.audio_rate is not None:
+            last = find_sample(shown, self.audio_rate, self.fps)
+            origin = self.audio.shape[1] - tail.samples  # Where the other one's sound begins.
+            audio = np.concatenate([self.audio[:, :last], following.audio[:, last - origin :]], axis=1)
+        return Video(pixels, self.fps, audio, self.audio_rate, following.tail)
 
     def __repr__(self) -> str:
         frames, height, width, _ = self.pixels.shape
@@ -176,7 +201,6 @@ def join_conditioning(image: ImageCondition, *texts: Arrays) -> Conditioning:
     """Return the encoder stage's whole result.
 
     Args:
-        image: The part that comes from images.
         texts: The arrays of the prompt and, with guidance, of the negative prompt; empty if `image` holds them.
     """
     first, *others = texts if image.prompt is None else (image.prompt,)
@@ -189,8 +213,6 @@ def save_value(value: Conditioning | DenoiseState, path: Path, notes: dict[str, 
     """Write one stage value as a safetensors file, completely or not at all; bfloat16 stays bfloat16.
 
     Args:
-        value: The value.
-        path: The file.
         notes: JSON values to keep in the same file, such as the settings that the value was computed with.
 
     Raises:
@@ -251,7 +273,10 @@ def flatten(value: Any) -> dict[str, Array]:
 
 
 def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
-    """Rebuild a value from what `flatten` returned; raises `KeyError` or `TypeError` if arrays are missing or wrong."""
+    """Rebuild a value from what `flatten` returned; raises `KeyError` or `TypeError` if arrays are missing or wrong.
+
+    Fields that only a later version knows are left out.
+    """
     fields: dict[str, Any] = {}
     for name, array in arrays.items():
         field, _, part = name.partition(".")
@@ -267,7 +292,8 @@ def rebuild(kind: type[Any], arrays: Mapping[str, Array]) -> Any:
             fields[name] = tuple(terms[str(i)] for i in range(len(terms)))
         fields["step"] = int(arrays["step"].item())
         fields["own_noise"] = "own_noise" in arrays
-    return kind(**fields)
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: content for name, content in fields.items() if name in known})
 
 
 def _rebuild_value(

@@ -26,17 +26,12 @@ class InvalidRequest(InvalidInput):
 
 
 class DoesNotFit(InvalidRequest):
-    """The compiler or a device refused a program for lack of memory.
-
-    Attributes:
-        needed_bytes: The bytes that the program needs on a device, if the refusal states them.
-        device_bytes: The bytes that a device has, if the refusal states them.
-    """
+    """The compiler or a device refused a program for lack of memory."""
 
     def __init__(self, message: str, needed_bytes: int | None = None, device_bytes: int | None = None) -> None:
         super().__init__(message)
-        self.needed_bytes = needed_bytes
-        self.device_bytes = device_bytes
+        self.needed_bytes = needed_bytes  # The bytes that the program needs on a device, if the refusal states them.
+        self.device_bytes = device_bytes  # The bytes that a device has, if the refusal states them.
 
 
 class CompileFailed(WanTpuError):

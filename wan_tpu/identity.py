@@ -1,4 +1,4 @@
-"""Identify the content of a video or an adapter, which may change under the same path or address.
+"""Identify the content of a video or an adapter, which may change under the same path or address, and of a request.
 
 This module imports neither JAX nor torch, because it is used by drivers, which compute nothing.
 """
@@ -6,6 +6,8 @@ This module imports neither JAX nor torch, because it is used by drivers, which 
 import dataclasses
 import functools
 import hashlib
+import json
+import logging
 import os
 import stat
 import time
@@ -13,7 +15,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from wan_tpu.errors import CheckpointError, InvalidInput
+from wan_tpu.errors import CheckpointError, InvalidInput, Unavailable
+from wan_tpu.fields import list_values
+from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.sources.disk import explain_disk_error, is_permanent
 from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder
@@ -23,22 +27,19 @@ _ADAPTER_ENDING, _ADAPTER_CONFIG = ".safetensors", "adapter_config.json"
 _REMEMBERED = 1024  # Checksums that a process keeps. Requests usually share their adapters.
 _UNSETTLED_NS = 2 * 10**9  # A file that changed so recently may change again within the resolution of its time stamp.
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Stamps = tuple[tuple[str, int, int, int], ...]  # For each file: path, inode, bytes, nanoseconds of the last change.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """A video or an adapter as it was when `identify` looked at it.
+    """A video or an adapter as it was when `identify` looked at it."""
 
-    Attributes:
-        location: Absolute path, address in a bucket, or hub id.
-        version: Changes whenever the content does: a checksum, the versions of objects in a bucket, or a hub commit.
-        stamps: Stamps of its files on this machine. As long as they are unchanged, the content isn't read again.
-    """
-
-    location: str
-    version: str
+    location: str  # Absolute path, address in a bucket, or hub id.
+    version: str  # Changes whenever the content does: a checksum, the versions of objects in a bucket, or a hub commit.
+    # Stamps of its files on this machine. As long as they are unchanged, the content isn't read again.
     stamps: Stamps = ()
 
     def check(self) -> None:
@@ -74,6 +75,47 @@ def identify(location: str) -> Source | None:
         return None if checksum is None else Source(location, f"sha256 {checksum}", stamps)
     commit = _hub_commit(location)
     return None if commit is None else Source(location, f"commit {commit}")
+
+
+def digest_states(request: ResolvedRequest, model: str) -> str:
+    """Return a digest, in hex, of everything that determines the states of a request.
+
+    This reads the files of the request's video and adapters, or asks their bucket.
+
+    Args:
+        request: The request, which determines the states together with the model.
+        model: Everything about the model that determines the states, such as checkpoint and dtype.
+    """
+    fields = list_values(request)
+    references = request.references or ()
+    images = [fields.pop(name) for name in IMAGES]
+    images += [reference.source for reference in references if reference.kind == "image"]
+    for name in ("hidden_frames", "blended_frames", "keeps_tail", "origin"):  # They change the mp4, not the states.
+        fields.pop(name, None)
+    digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
+    for image in images:
+        if image is not None:
+            digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
+    files = request.video, *(reference.source for reference in references)
+    paths = [adapter.path for adapter in request.loras] + [file for file in files if isinstance(file, str)]
+    if versions := {path: version for path in paths if (version := _read_version(path)) is not None}:
+        digest.update(json.dumps(versions, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _read_version(path: str) -> str | None:
+    """Return the version of a video's or an adapter's content; None if this process can't determine it.
+
+    A source that doesn't answer doesn't fail the request, because the hosts may be able to reach it, and report it if
+    they can't. The digest then contains only the path. A later run that does know the version starts from the
+    beginning. That repeats steps, but never mixes the states of different contents.
+    """
+    try:
+        source = identify(path)
+    except Unavailable as error:
+        log.warning("the names of snapshots don't include the version of %s, which can't be read: %s", path, error)
+        return None
+    return None if source is None else source.version
 
 
 def _ask(read: Callable[[], T], location: str) -> T | None:

@@ -4,7 +4,7 @@ import math
 import re
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import LIMITS
+from wan_tpu.request import LIMITS, ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
 MAX_SECONDS = 600
@@ -29,6 +29,14 @@ def count_frames(seconds: str, fps: float, spec: ModelSpec) -> int:
             "seconds",
         )
     return frames
+
+
+def describe_length(seconds: str | None, request: ResolvedRequest, spec: ModelSpec) -> list[str]:
+    """Return a warning if a video's length differs from the one that was asked for by more than rounding."""
+    if seconds is None or abs(float(seconds) * request.fps - request.frames) <= spec.frame_step / 2:
+        return []
+    made = format_seconds(request.frames / request.fps)
+    return [f"seconds is {seconds!r}, but the video lasts {made} s, since it has {request.frames} frames"]
 
 
 def read_seconds(text: str) -> float:

@@ -1,13 +1,17 @@
 """The limits of what a model can make, and the checks that refuse other requests. Imports no JAX and no torch."""
 
 import abc
-from collections.abc import Callable, Iterable
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.image import describe_fit, size_at_area
+from wan_tpu.reference import BEGINNINGS, ENDS, GOAL, SOUNDTRACK, UNREAD, Reference
 from wan_tpu.request import NAMED_SIZES, Defaults, ResolvedRequest, nearest_multiple, parse_size
 from wan_tpu.suggest import did_you_mean
+from wan_tpu.tail import Overlap, Tail
 
 # Returns all published models. `wan_tpu.families` sets it, whose files import this one.
 list_models: Callable[[], Iterable["ModelLimits"]] = tuple
@@ -15,42 +19,45 @@ FULL_STRENGTH = 1.0  # The strength when a video is continued: every step runs.
 
 
 class ModelLimits(abc.ABC):
-    """The sizes, lengths, inputs and settings that a model takes.
+    """The sizes, lengths, inputs and settings that a model takes."""
 
-    Attributes:
-        name: Name of the published model, or a description of a model that isn't one of them.
-        tasks: Which of "t2v" (text to video) and "i2v" (image and text to video) the model supports.
-        defaults: The model's published sampling settings.
-        solvers: Names of the model's schedulers, the published one first.
-        frame_stride: Video frames per latent frame.
-        frame_offset: Frames of the shortest video; longer ones have a multiple of `frame_step` more.
-        audio_rate: Samples per second of the model's sound; None for models without sound.
-        last_images: Whether a request may or must have a last frame as well as a first one, or may have a last frame
-            only.
-        adapts_text: Whether a request's adapters may change how its prompts are encoded.
-        cuts_prompts: Whether a prompt that is longer than the model reads is cut, unless a request says otherwise.
-        takes_video: Whether a request may start from a video's frames.
-        continues_video: Whether the new video then continues after those frames instead of changing them. Such a
-            request has no strength.
-    """
-
-    name: str
-    tasks: tuple[str, ...]
-    defaults: Defaults
-    solvers: tuple[str, ...]
-    frame_stride: int = 4
-    frame_offset: int = 1
-    audio_rate: int | None = None
+    name: str  # Name of the published model, or a description of a model that isn't one of them.
+    tasks: tuple[str, ...]  # Which of "t2v" (text to video) and "i2v" (image and text to video) the model supports.
+    defaults: Defaults  # The model's published sampling settings.
+    solvers: tuple[str, ...]  # Names of the model's schedulers, the published one first.
+    frame_stride: int = 4  # Video frames per latent frame.
+    frame_offset: int = 1  # Frames of the shortest video; longer ones have a multiple of `frame_step` more.
+    audio_rate: int | None = None  # Samples per second of the model's sound; None for models without sound.
+    # Whether a request may or must have a last frame as well as a first one, or may have a last frame only.
     last_images: Literal["none", "optional", "required", "alone"] = "none"
-    adapts_text: bool = False
+    adapts_text: bool = False  # Whether a request's adapters may change how its prompts are encoded.
+    # Whether a prompt that is longer than the model reads is cut, unless a request says otherwise.
     cuts_prompts: bool = True
-    takes_video: bool = False
+    takes_video: bool = False  # Whether a request may start from a video's frames.
+    # Whether the new video then continues after those frames instead of changing them. Such a request has no strength.
     continues_video: bool = False
+    # How many references of each kind a request may have; empty if the model takes none.
+    reference_counts: Mapping[str, int] = MappingProxyType({})
+    most_references: int = 0  # How many it may have in all.
+    chooses_length: bool = False  # Whether the model chooses the length of a video whose request leaves it open.
+    # How a video overlaps with the one that it continues with its motion and sound; None if the model can't do that.
+    overlap: Overlap | None = None
+    follows_sound: bool = False  # Whether a sound may be given that becomes the video's.
+
+    @property
+    def takes_references(self) -> bool:
+        """Whether a request may have references."""
+        return bool(self.reference_counts)
 
     @property
     @abc.abstractmethod
     def denoise_stages(self) -> tuple[str, ...]:
         """The stages between encoder and decoder."""
+
+    @property
+    @abc.abstractmethod
+    def expert_stages(self) -> tuple[str, ...]:
+        """The stages of all experts, also of those that only some requests need."""
 
     @property
     @abc.abstractmethod
@@ -66,7 +73,8 @@ class ModelLimits(abc.ABC):
     def unused(self) -> tuple[str, ...]:
         """Settings of a request that this model doesn't have."""
         of_two_experts = ("guidance_scale_2", "switch_step") if len(self.denoise_stages) == 1 else ()
-        return of_two_experts if self.audio_rate is not None else (*of_two_experts, "generate_audio")
+        of_sound = () if self.audio_rate is not None else ("generate_audio",)
+        return *of_two_experts, *of_sound, *(() if self.chooses_length else ("max_seconds",))
 
     @property
     def frame_step(self) -> int:
@@ -149,9 +157,6 @@ class ModelLimits(abc.ABC):
         """Refuse a request that this model can't make.
 
         Args:
-            request: The request, every field filled in.
-            image: Whether it has a first frame.
-            last: Whether it has a last frame.
             video: Whether it starts from a video, in case the request no longer holds the video itself.
 
         Raises:
@@ -207,6 +212,10 @@ class ModelLimits(abc.ABC):
 
     def _check_inputs(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool) -> None:
         """Refuse images and videos that the model doesn't take, and requests without those that it needs."""
+        if request.references is not None:
+            self._check_references(request, request.references, image=image, last=last, video=video)
+        elif request.reference_size is not None:
+            raise InvalidRequest("reference_size was given without references; leave it out", "reference_size")
         self._check_images(request, image=image, last=last)
         if video and (image or last or not self.takes_video):
             why = "both a video and an image were given; give one of them"
@@ -231,6 +240,104 @@ class ModelLimits(abc.ABC):
                     f"least {least:.3g}",
                     "strength",
                 )
+
+    def _check_references(
+        self, request: ResolvedRequest, references: Sequence[Reference], *, image: bool, last: bool, video: bool
+    ) -> None:
+        """Refuse references that the model doesn't take."""
+        read = [reference.kind for reference in references if reference.kind not in UNREAD]
+        if not self.takes_references and (read or (self.overlap is None and not self.follows_sound)):
+            able = name_models(takes_references=True)
+            instead = (
+                f"use {able}" if self.name not in able else "add the transformer for them to checkpoint and layout"
+            )
+            if self.follows_sound:
+                instead = f"give a single sound as soundtrack (audio_mode lock_source), or {instead}"
+            raise InvalidRequest(
+                f"references were given, but {self.name} takes none here; leave them out, or {instead}", "references"
+            )
+        if image or last or video:
+            other = "image" if image else "last_image" if last else "video"
+            raise InvalidRequest(
+                f"references and {other} were given; give one of them, {other} perhaps as a reference", "references"
+            )
+        self.check_reference_kinds(read)
+        others = [reference for reference in references if reference.kind != SOUNDTRACK]
+        for index, reference in enumerate(others):
+            if reference.kind in ENDS:
+                self._check_tail(request, reference, is_last=index >= len(read))
+        for ends, place in ((BEGINNINGS, "begins"), ((GOAL,), "ends")):
+            if sum(reference.kind in ends for reference in references) > 1:
+                raise InvalidRequest(
+                    f"references has several ends of videos that this one {place} with; give one", "references"
+                )
+        tracks = len(references) - len(others)
+        if tracks > int(self.follows_sound):
+            able = "takes one at most" if self.follows_sound else "can't follow a given sound"
+            raise InvalidRequest(f"references has {tracks} of kind soundtrack; {self.name} {able}", "references")
+        if tracks and request.generate_audio is False:
+            raise InvalidRequest(
+                "references has a soundtrack, but generate_audio is false; leave one of them out", "generate_audio"
+            )
+        if tracks and len(others) > len(read):
+            raise InvalidRequest(
+                "references has a soundtrack and the end of a video, whose sound goes on; leave one of them out",
+                "references",
+            )
+        if request.reference_size is not None and "image" not in read:
+            raise InvalidRequest(
+                "reference_size was given without an image among references; leave it out", "reference_size"
+            )
+
+    def _check_tail(self, request: ResolvedRequest, tail: Reference, *, is_last: bool) -> None:
+        """Refuse the end of a video that this one can't continue."""
+        if self.overlap is None:
+            raise InvalidRequest(
+                f"references has the end of a video, and {self.name} can't continue its motion; give its last frame as "
+                "image",
+                "references",
+            )
+        if tail.frames != self.overlap.frames:
+            raise InvalidRequest(
+                f"the video that is continued has {tail.frames} frames; {self.name} needs at least "
+                f"{self.overlap.frames}",
+                "references",
+            )
+        if not is_last:
+            raise InvalidRequest("references has the end of a video before another one; put it last", "references")
+        if request.frames <= self.overlap.frames:
+            least = self.nearest_frames(self.overlap.frames + self.frame_step)
+            place, other = ("last", "behind") if tail.kind == GOAL else ("first", "that is continued")
+            raise InvalidRequest(
+                f"frames is {request.frames}, but the {place} {self.overlap.frames} are those of the video {other}; "
+                f"give at least {least}",
+                "frames",
+            )
+        rate = tail.source.fps if isinstance(tail.source, Tail) else 0
+        if rate and request.fps != rate:
+            raise InvalidRequest(
+                f"fps is {request.fps:g}, but the video that is continued has {rate:g}; give that", "fps"
+            )
+        size, needed = f"{request.width}x{request.height}", f"{tail.width}x{tail.height}"
+        if size != needed:
+            raise InvalidRequest(f"the size is {size}, but the video that is continued has {needed}; give that", "size")
+
+    def check_reference_kinds(self, kinds: Sequence[str]) -> None:
+        """Raise `InvalidRequest` if the model, which takes references, doesn't take so many of these kinds."""
+        counts = collections.Counter(kinds)
+        for kind, most in self.reference_counts.items():
+            if counts[kind] > most:
+                raise InvalidRequest(
+                    f"references has {counts[kind]} of kind {kind}; {self.name} takes at most {most}", "references"
+                )
+        if len(kinds) > self.most_references:
+            raise InvalidRequest(
+                f"there are {len(kinds)} references; {self.name} takes at most {self.most_references}", "references"
+            )
+        if set(counts) == {"audio"}:
+            raise InvalidRequest(
+                f"references has only sound; {self.name} needs an image or a video with it", "references"
+            )
 
     def _check_images(self, request: ResolvedRequest, *, image: bool, last: bool) -> None:
         """Refuse first and last frames that the model doesn't take, and requests without those that it needs."""
@@ -285,16 +392,16 @@ class ModelLimits(abc.ABC):
                 "generate_audio",
             )
         for adapter in request.loras:
-            if not any(adapter.is_for(stage) for stage in self.denoise_stages):
+            if not any(map(adapter.is_for, self.expert_stages)):
                 raise InvalidRequest(
-                    f"{adapter} is for one of two experts, but {self.name} has only one; leave @{adapter.expert} out",
-                    "loras",
+                    f"{adapter} is for an expert that {self.name} doesn't have; leave @{adapter.expert} out", "loras"
                 )
         for name in self.unused:
             value, usual = getattr(request, name), getattr(self.defaults, name, None)
             is_derived = name == "guidance_scale_2" and value == request.guidance_scale
             if value != usual and not is_derived:
-                text = f"{value:g}" if isinstance(value, int | float) else str(value)[:60]
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                text = f"{value:g}" if is_number else str(value)[:60]
                 has = f"supports only {usual:g}" if name == "fps" else "doesn't use it"
                 instead = "; guidance_scale applies to all of its steps" if name == "guidance_scale_2" else ""
                 raise InvalidRequest(f"{name} is {text}; {self.name} {has}: leave it out{instead}", name)

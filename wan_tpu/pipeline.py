@@ -28,6 +28,7 @@ from wan_tpu.runtime.mesh import MeshLike, make_mesh
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
+from wan_tpu.stages.written import Ending, cut_tail
 
 OnStep = Callable[[stages.StepEvent], object]
 OnPreview = Callable[[Preview], object]
@@ -49,7 +50,8 @@ def load_pipeline(
         path_or_id: Diffusers directory, hub id, or the name of a published model (`wan-tpu models`).
         dtype: Of weights and activations, "bfloat16" or "float32", or torch's of that name; latents are always
             float32. "int8" and "float8" mean bfloat16, except that the transformer's linear layers multiply 8-bit
-            weights by 8-bit inputs. "int8-attention" and "float8-attention" compute attention's logits in 8 bits, too.
+            weights by 8-bit inputs. "int8-attention" and "float8-attention" compute attention's logits in 8 bits, too,
+            "int8-attention-both" and "float8-attention-both" both of its products.
         mesh: (dp, sp, tp), {"dp": ..., "sp": ..., "tp": ...} or a jax Mesh with these axes. An axis that is None or
             missing takes the default of `mesh.fill_shape`.
         keep_weights: False frees each component after its stage, to make one video in the least memory.
@@ -76,12 +78,7 @@ def load_pipeline(
 
 
 class Pipeline:
-    """A model ready to make videos.
-
-    Attributes:
-        runtime: The model's weights, programs and times.
-        painter: Paints previews.
-    """
+    """A model ready to make videos."""
 
     def __init__(self, runtime: Runtime[Model], progress: Progress, painter: Painter | None = None) -> None:
         self.runtime = runtime
@@ -130,21 +127,24 @@ class Pipeline:
         if not isinstance(request, GenerationRequest):
             raise InvalidRequest(f"the request is a {type(request).__name__}; give a GenerationRequest or its fields")
         plan = self.plan(request)
-        run = self.run(plan, noise=noise)
-        self.check_components()
+        run = self.make_executor(plan, noise=noise)
+        self.check_components(*self.runtime.model.spec.list_components(plan.request))
         run.plan = self.fetch_adapters(plan)
-        pixels, sound = [], (None, None)
+        pixels, sound, ending, overlap = [], (None, None), None, self.runtime.model.spec.overlap
         work = run.work() if on_preview is None else work_with_previews(run, self.painter, on_preview)
         for operation, result in work:
             if isinstance(operation, Step) and on_step is not None:
                 on_step(result)
+            elif isinstance(operation, Finish) and overlap is not None:
+                ending = Ending.of_state(overlap, result)
             elif isinstance(operation, DecodeSound):
                 sound = result
             elif isinstance(operation, Decode):
                 pixels.append(self.runtime.model.pixels(np.asarray(result[0])))
-        return Video(np.concatenate(pixels), plan.request.fps, *sound)
+        tail = None if overlap is None or ending is None else cut_tail(overlap, run.plan.request, ending, *sound)
+        return Video(np.concatenate(pixels), run.plan.request.fps, *sound, tail)
 
-    def run(
+    def make_executor(
         self,
         plan: RequestPlan,
         *,
@@ -192,11 +192,11 @@ class Pipeline:
         self, plan: RequestPlan, noise: np.ndarray | None = None, conditioning: Conditioning | None = None
     ) -> DenoiseState:
         """Return the state before the first step; a request that begins with a video needs its conditioning."""
-        return self.run(plan, conditioning=conditioning, noise=noise).state
+        return self.make_executor(plan, conditioning=conditioning, noise=noise).state
 
     def encode(self, plan: RequestPlan, warn: stages.Warn = warnings.warn) -> Conditioning:
         """Run the encoder stage; `warn` is called when a prompt or an image is cut."""
-        run = self.run(plan, warn=warn)
+        run = self.make_executor(plan, warn=warn)
         for _ in run.work(EncodeText, EncodeImage):
             pass
         return run.conditioning
@@ -211,18 +211,27 @@ class Pipeline:
         on_step: OnStep | None = None,
     ) -> DenoiseState:
         """Run the expert stages from `state.step` up to step `stop` (by default to the end); return the state."""
-        run = self.run(plan, conditioning=conditioning, state=state)
+        run = self.make_executor(plan, conditioning=conditioning, state=state)
         for operation, result in run.work(Step, Finish, stop=stop):
             if isinstance(operation, Step) and on_step is not None:
                 on_step(result)
         return run.state
 
-    def decode(self, latents: np.ndarray) -> Iterator[np.ndarray]:
-        """Decoder stage: yield float32 [T, H, W, 3] in [0, 1], chunk by chunk, and check the whole at the end."""
-        return stages.decode(self.runtime, latents, self._progress)
+    def decode(self, latents: np.ndarray, request: ResolvedRequest | None = None) -> Iterator[np.ndarray]:
+        """Decoder stage: yield float32 [T, H, W, 3] in [0, 1], chunk by chunk, and check the whole at the end.
 
-    def decode_sound(self, state: DenoiseState) -> tuple[np.ndarray, int]:
+        Args:
+            latents: The finished latents.
+            request: The request, which a decoder that begins with noise needs.
+        """
+        return stages.decode(self.runtime, latents, self._progress, request)
+
+    def decode_sound(self, state: DenoiseState, request: ResolvedRequest | None = None) -> tuple[np.ndarray, int]:
         """Decoder stage: return the sound of a finished state, float32 [channels, samples] in [-1, 1], and its rate.
+
+        Args:
+            state: The state.
+            request: The request, which a sound needs that goes on from another video's, or that is given.
 
         Raises:
             InvalidInput: The model makes no sound.
@@ -232,7 +241,7 @@ class Pipeline:
                 f"the state has no sound, because {self.runtime.model.spec.name} makes videos "
                 "without sound; decode only the video"
             )
-        return stages.decode_sound(self.runtime, np.asarray(state.audio))
+        return stages.decode_sound(self.runtime, np.asarray(state.audio), request)
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
         """Return the schedule of a resolved request: the numbers of every step."""

@@ -8,9 +8,11 @@ from typing import NamedTuple
 from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.request import DIFFUSERS, ResolvedRequest
 
 ENCODER, DECODER = "encoder", "decoder"  # The first and the last stage of every model; between them it denoises.
+# Among a prompt's arrays, float32 [1]: how long its video should be, by a model that chooses lengths.
+SECONDS = "seconds"
 VIDEO, AUDIO = "video", "audio"  # The parts that a model denoises together: each has latents and a schedule.
 
 
@@ -19,9 +21,7 @@ class Expert:
     """A range of denoising steps and the stage that runs them.
 
     Attributes:
-        stage: Name of the stage.
         start: Its first step, counted from 0 over all experts.
-        stop: The first step after it.
         guided: Whether each step runs two branches, one for the prompt and one for the negative prompt.
         enlarges: Whether the latents are upsampled, and noise is added again, before its first step.
         chunk: Index of the part of the video that it denoises, counted from 0, if parts are denoised one after the
@@ -40,14 +40,15 @@ class PromptText(NamedTuple):
     """A text to encode.
 
     Attributes:
-        text: The text.
         field: The request's field that has it.
         may_be_cut: Whether it is cut if the model reads less; otherwise the request is refused.
+        by_diffusers: Whether it is read by diffusers' rules, where these differ from those of the model's authors.
     """
 
     text: str
     field: str = "prompt"
     may_be_cut: bool = True
+    by_diffusers: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,9 @@ class RequestPlan:
         prompts: Texts to encode: the prompt and, with guidance, the negative prompt; empty if the text encoder reads
             the request's images together with its prompt.
         has_image: Whether an image or a video is encoded, too, even if the plan holds the request without its pixels.
-        images: How many images are encoded.
         experts: Which stage runs which steps, in order; experts without a step are left out.
         skipped: For each step, which branches reuse what an earlier step computed; None without a cache.
         decoder_chunks: How many latent frames the decoder takes at a time, chunk by chunk.
-        has_sound: Whether the video has sound.
         shapes: For each stage, a name for the programs and adapters that it needs. A different name means that
             something must be compiled or merged first.
         adapts_text: Whether the request's adapters may change how its prompts are encoded.
@@ -86,6 +85,14 @@ class RequestPlan:
     adapts_text: bool = False
     cuts_prompts: bool = True
     warnings: tuple[str, ...] = ()
+
+    @property
+    def has_open_length(self) -> bool:
+        """Whether the model will choose the length when the prompt is encoded (`wan_tpu.spec.ModelSpec.set_length`).
+
+        Until then, the plan is for the longest video.
+        """
+        return self.request.max_seconds is not None
 
     @property
     def first_step(self) -> int:
@@ -142,7 +149,8 @@ class RequestPlan:
 
     def describe_text(self, text: str) -> PromptText:
         """Return one of the `prompts` with what its encoding needs to know."""
-        return PromptText(text, "prompt" if text == self.request.prompt else "negative_prompt", self.cuts_prompts)
+        field = "prompt" if text == self.request.prompt else "negative_prompt"
+        return PromptText(text, field, self.cuts_prompts, self.request.preset == DIFFUSERS)
 
     def check_prompt(self) -> None:
         """Refuse an empty prompt where the model needs one; raises `InvalidRequest`."""
@@ -159,7 +167,7 @@ class RequestPlan:
 
     def without_image(self) -> "RequestPlan":
         """Return the plan without the images' pixels, 2.8 MB at 720p: experts and the decoder need none."""
-        return self.with_request(dataclasses.replace(self.request, image=None, last_image=None, video=None))
+        return self.with_request(self.request.without_files())
 
     def with_request(self, request: ResolvedRequest) -> "RequestPlan":
         """Return the plan for the same request with other images, adapters or seed; they don't affect the plan."""

@@ -25,7 +25,6 @@ class Silent:
     """Shows nothing, and serves as its own bar. It is the default of the Python interface."""
 
     def bar(self, stage: str, total: int, unit: str = "") -> Bar:
-        """Start a stage of `total` units."""
         return self
 
     def step(self, units: int = 1) -> None:

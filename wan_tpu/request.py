@@ -32,14 +32,18 @@ from wan_tpu.errors import InvalidRequest
 from wan_tpu.fields import explain_refusal, limits_of, list_values
 from wan_tpu.media.image import load_image
 from wan_tpu.media.video_content import VideoContent
+from wan_tpu.reference import Reference, parse_references
 from wan_tpu.requested_adapter import RequestedAdapter, parse_adapters
 from wan_tpu.schedules.magcache import FORM, Curve, parse_magcache
 from wan_tpu.suggest import did_you_mean
+from wan_tpu.tail import Tail
 
 NAMED_SIZES = ("1280x720", "720x1280", "832x480", "480x832")
 SIZE_MULTIPLE = 16  # Pixels: the VAE's 8 times the transformer's patch of 2. Models that need more check it.
 STRENGTH = 0.8  # The default strength of a video, as in diffusers.
 IMAGES = ("image", "last_image")  # Fields of a request that are pictures.
+MATCH = "match"  # Reference images have at most the video's number of pixels.
+REFERENCE_SIZES = ("max", MATCH)
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
 MAX_STEPS = 1000
 
@@ -68,30 +72,23 @@ DIFFUSERS = "diffusers"  # The preset with the settings of diffusers' pipeline.
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A named set of sampling settings. It fills the fields that a request which names it leaves open.
+    """A named set of sampling settings. It fills the fields that a request which names it leaves open."""
 
-    Attributes:
-        about: What it is, for people.
-        source: Where its numbers are from.
-        settings: Fields of a request, by name.
-        text_only: Whether it is only for requests without images.
-    """
-
-    about: str
-    source: str
+    about: str  # What it is, for people.
+    source: str  # Where its numbers are from.
     settings: tuple[tuple[str, Any], ...]
-    text_only: bool = False
+    text_only: bool = False  # Whether it is only for requests without images.
+    with_references: bool = False  # Whether it is only for requests with references.
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether a video can begin with an image, as one that continues another does."""
+        return not (self.text_only or self.with_references)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointOverrides:
-    """A checkpoint's own sampling settings, from its wan_tpu.json.
-
-    Attributes:
-        defaults: Fields of `Defaults`, by name.
-        presets: Presets, by name.
-        curves: Curves of MagCache.
-    """
+    """A checkpoint's own sampling settings, from its wan_tpu.json."""
 
     defaults: tuple[tuple[str, float], ...] = ()
     presets: tuple[tuple[str, Preset], ...] = ()
@@ -146,10 +143,20 @@ def _check_video(video: object) -> str | VideoContent:
     return str(Path(video).absolute())
 
 
+def _check_reference_size(size: str) -> str:
+    if size not in REFERENCE_SIZES:
+        hint = did_you_mean(size, REFERENCE_SIZES)
+        raise InvalidRequest(
+            f"reference_size is {size!r}{hint}; choose one of {', '.join(REFERENCE_SIZES)}", "reference_size"
+        )
+    return size
+
+
 Number = int | float  # An integer stays an integer, so that digests and records show it as it was written.
 Text = Annotated[str, AfterValidator(_check_text)]
 # Decoded when the request is created, so that a damaged file fails before any model is loaded.
 Picture = Annotated[str | Path | Image.Image | np.ndarray, PlainValidator(_read_picture)]
+References = Annotated[Sequence[Reference | Tail | str | Mapping[str, Any]], PlainValidator(parse_references)]
 Adapters = Annotated[Sequence[RequestedAdapter | str | Mapping[str, Any]], PlainValidator(parse_adapters)]
 
 
@@ -186,12 +193,27 @@ class GenerationRequest:
     strength: Number | None = Field(default=None, ge=0.001, le=1)
     """How much `video` changes: the share of the steps that are run. 0.8 if omitted. Models that continue
     a video don't have it."""
+    references: References | None = None
+    """Images, videos and sounds that the prompt is about, for models that take them: the model reads them in this
+    order, and a prompt calls them Picture 1, Video 1 and Audio 1, each counted by itself. A video brings its sound,
+    which counts as an Audio. Not counted are, where a model takes them: the end of a video that the new one continues,
+    which comes last, and a soundtrack."""
+    reference_size: Annotated[str, AfterValidator(_check_reference_size)] | None = Field(
+        default=None,
+        description="How large the model sees images among the `references`: max, a short side of 2048 pixels as "
+        "published, or match, at most the video's number of pixels, with which few-step adapters are trained and which "
+        "takes much less time. max if omitted.",
+        examples=["match"],
+    )
     height: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """In pixels, a multiple of 16; some models need one of 32 or 64."""
     width: int | None = Field(default=None, ge=SIZE_MULTIPLE, le=8192, multiple_of=SIZE_MULTIPLE)
     """In pixels, a multiple as for `height`."""
     frames: int | None = Field(default=None, ge=1, le=2001)
     """Length in frames: one more than a multiple of 4 for most models, or of 8 for some."""
+    max_seconds: Number | None = Field(default=None, ge=1, le=60)
+    """The longest video that may come of a request without `frames`, for models that then choose the length by the
+    prompt; 20 if omitted."""
     fps: Number | None = Field(default=None, ge=0.1, le=240)
     """Frames per second of the file. Some models fit motion and sound to it; others assume their own rate."""
     generate_audio: bool | None = None
@@ -268,8 +290,12 @@ class GenerationRequest:
         for name in IMAGES:
             if isinstance(image := fields[name], Image.Image):
                 fields[name] = f"{image.info.get('source', 'image')}, {image.width}x{image.height}"
+        if self.references is not None:
+            fields["references"] = [reference.to_json() for reference in parse_references(self.references) or ()]
         if self.loras is not None:
-            fields["loras"] = [dataclasses.asdict(adapter) for adapter in parse_adapters(self.loras)]
+            # Fetched ones have their files' content, too.
+            names = [field.name for field in dataclasses.fields(RequestedAdapter)]
+            fields["loras"] = [{name: getattr(lora, name) for name in names} for lora in parse_adapters(self.loras)]
         return fields
 
 
@@ -279,6 +305,10 @@ class ResolvedRequest(GenerationRequest):
 
     Attributes:
         hidden_frames: How many frames at the beginning aren't written, because the continued video ends with them.
+        blended_frames: How many frames at the end aren't written, because the next segment shows them, blended with its
+            own.
+        keeps_tail: Whether the end of the video is kept (`wan_tpu.tail.Tail`), for the next segment.
+        origin: Where its first frame, hidden or not, is in the video of all segments.
 
     Raises:
         TypeError: A field that `resolve` fills is missing.
@@ -297,12 +327,26 @@ class ResolvedRequest(GenerationRequest):
         shift: float
         solver: str
         sigmas: tuple[float, ...] | None
+    references: Annotated[tuple[Reference, ...], PlainValidator(parse_references)] | None = None
     loras: Annotated[tuple[RequestedAdapter, ...], PlainValidator(parse_adapters)] = ()
     hidden_frames: int = 0
+    blended_frames: int = 0
+    keeps_tail: bool = False
+    origin: int = 0
 
     def __post_init__(self) -> None:
         if missing := [name for name in FILLED if getattr(self, name) is None]:
             raise TypeError(f"a resolved request leaves {', '.join(missing)} open")
+
+    @property
+    def written_frames(self) -> int | None:
+        """How many frames are written at most; None for all that follow the hidden ones."""
+        return self.frames - self.hidden_frames - self.blended_frames if self.blended_frames else None
+
+    def without_files(self) -> Self:
+        """Return the request without the content of images and videos; of references, their measures stay."""
+        references = self.references and tuple(reference.without_source() for reference in self.references)
+        return dataclasses.replace(self, image=None, last_image=None, video=None, references=references)
 
     def adapters_for(self, stage: str) -> tuple[RequestedAdapter, ...]:
         """Return the adapters that change the expert of a stage."""

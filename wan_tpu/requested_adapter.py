@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args
 
 from wan_tpu.errors import InvalidRequest
 
-Which = Literal["high", "low", "both"]
+# The experts of models with two, each by the end of its stage's name: by noise, or the second of LTX-2's two stages.
+Which = Literal["high", "low", "refine", "both"]
 SCALES = (-10.0, 10.0)  # Lowest and highest scale. Sliders are used at negative scales; few adapters are used beyond 2.
 MOST = 8  # The largest number of adapters in a request.
-_FORM = "PATH[:SCALE][@high|@low|@both]"
+FORM = f"PATH[:SCALE][@{'|'.join(get_args(Which))}]"
 _TEXT = re.compile(r"(?P<path>.+?)(?::(?P<scale>[-+]?[0-9.]+(?:e[-+]?[0-9]+)?))?(?:@(?P<expert>\w+))?")
 
 
@@ -23,7 +24,8 @@ class RequestedAdapter:
     Attributes:
         path: A .safetensors file or a folder with one, here or in gs://, or OWNER/NAME[/FILE] of the Hugging Face hub.
         scale: Factor by which its changes of the weights are multiplied.
-        expert: Which of two experts it changes: "high" (noise), "low" or "both".
+        expert: Which of two experts it changes: "high" (noise) or "low", or "refine", the second of two stages; or
+            "both".
 
     Raises:
         InvalidRequest: A field is out of range.
@@ -61,22 +63,27 @@ class RequestedAdapter:
 
     def is_for(self, stage: str) -> bool:
         """Return whether it changes the expert of a stage. A model's only expert takes adapters for both."""
-        return self.expert == "both" or stage.endswith(f"_{self.expert}")
+        return self.is_for_all or stage.rpartition("_")[2] == self.expert
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether it changes every expert. Only such adapters may change how prompts are encoded."""
+        return self.expert == "both"
 
 
 def parse_adapter(adapter: object) -> RequestedAdapter:
-    """Read an adapter from its text, PATH[:SCALE][@high|low|both], or its fields; raises `InvalidRequest`."""
+    """Read an adapter from its text, as `FORM` has it, or its fields; raises `InvalidRequest`."""
     if isinstance(adapter, RequestedAdapter):
         return adapter
     if isinstance(adapter, str):
         match = _TEXT.fullmatch(adapter)
         if match is None:
-            raise InvalidRequest(f"{adapter!r} isn't an adapter; give {_FORM}", "loras")
+            raise InvalidRequest(f"{adapter!r} isn't an adapter; give {FORM}", "loras")
         fields: dict[str, Any] = {name: value for name, value in match.groupdict().items() if value is not None}
         try:
             return RequestedAdapter(**fields | ({"scale": float(fields["scale"])} if "scale" in fields else {}))
         except ValueError:
-            raise InvalidRequest(f"the scale of {adapter!r} isn't a number; give {_FORM}", "loras") from None
+            raise InvalidRequest(f"the scale of {adapter!r} isn't a number; give {FORM}", "loras") from None
     if isinstance(adapter, Mapping):
         known = {field.name for field in dataclasses.fields(RequestedAdapter)}
         if unknown := sorted(map(str, set(adapter) - known)):
@@ -86,13 +93,13 @@ def parse_adapter(adapter: object) -> RequestedAdapter:
         if "path" not in adapter:
             raise InvalidRequest("an adapter has no path; give a file, a folder or a hub id", "loras")
         return RequestedAdapter(**adapter)
-    raise InvalidRequest(f"an adapter is a {type(adapter).__name__}; give {_FORM}", "loras")
+    raise InvalidRequest(f"an adapter is a {type(adapter).__name__}; give {FORM}", "loras")
 
 
 def parse_adapters(adapters: object) -> tuple[RequestedAdapter, ...]:
     """Read a request's adapters; raises `InvalidRequest` for anything but a list of them."""
     if not isinstance(adapters, list | tuple):
-        raise InvalidRequest(f"loras is a {type(adapters).__name__}; give a list of {_FORM}", "loras")
+        raise InvalidRequest(f"loras is a {type(adapters).__name__}; give a list of {FORM}", "loras")
     if len(adapters) > MOST:
         raise InvalidRequest(f"loras has {len(adapters)} adapters; allowed: at most {MOST}", "loras")
     return tuple(map(parse_adapter, adapters))

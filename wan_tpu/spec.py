@@ -7,8 +7,8 @@ here, and the limits of what a model can make are in `wan_tpu.model_limits`.
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,7 @@ from PIL import Image
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.model_limits import FULL_STRENGTH, ModelLimits
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
+from wan_tpu.reference import CONTINUED, count_read, find_tail, parse_references
 from wan_tpu.request import (
     DIFFUSERS,
     IMAGES,
@@ -31,39 +32,64 @@ from wan_tpu.request import (
 from wan_tpu.schedules.magcache import Curve, choose_skipped, parse_magcache
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.suggest import did_you_mean
+from wan_tpu.tail import Tail
+
+LONGEST_CHOICE_S = 20.0  # Of a model that chooses the length, unless a request says otherwise.
+_Request = TypeVar("_Request", bound=GenerationRequest)
 
 
 class ModelSpec(ModelLimits):
-    """A model as its configuration describes it: picklable, compared by value.
+    """A model as its configuration describes it: picklable, compared by value."""
 
-    Attributes:
-        components: Each stage with the names of the components that it runs, in the order in which a request passes
-            the stages.
-        heads: Attention heads of a transformer.
-        overrides: The checkpoint's own sampling settings.
-        reads_images: Whether the text encoder reads a request's images with its prompt.
-        needs_prompt: Whether a request without images needs a prompt that isn't empty.
-        seeds_images: Whether the latents of images are sampled with a request's seed.
-        boundary_ratio: The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
-        text_rows: The lengths of texts, in tokens, that have programs of their own; a text takes the first that holds
-            it. Empty if texts of all lengths have the same programs.
-        chunk_frames: Latent frames of a chunk, if videos are denoised and decoded chunk after chunk; otherwise None.
-    """
-
+    # Each stage with the names of the components that it runs, in the order in which a request passes the stages.
     components: dict[str, tuple[str, ...]]
-    heads: int
-    overrides: CheckpointOverrides = NO_OVERRIDES
+    # Those that only some requests need, so that a layout may leave them out.
+    optional_stages: frozenset[str] = frozenset()
+    heads: int  # Attention heads of a transformer.
+    overrides: CheckpointOverrides = NO_OVERRIDES  # The checkpoint's own sampling settings.
+    # The first of two experts runs the steps with t >= boundary_ratio x 1000; None with one expert.
     boundary_ratio: float | None
-    reads_images: bool = False
-    needs_prompt: bool = False
-    seeds_images: bool = False
+    reads_images: bool = False  # Whether the text encoder reads a request's images with its prompt.
+    needs_prompt: bool = False  # Whether a request without images needs a prompt that isn't empty.
+    seeds_images: bool = False  # Whether the latents of images are sampled with a request's seed.
+    # The lengths of texts, in tokens, that have programs of their own; a text takes the first that holds it. Empty if
+    # texts of all lengths have the same programs.
     text_rows: tuple[int, ...] = ()
+    # Latent frames of a chunk, if videos are denoised and decoded chunk after chunk; otherwise None.
     chunk_frames: int | None = None
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """All stages, in the order in which a request passes them."""
-        return tuple(self.components)
+        """The stages that aren't optional, in the order in which a request passes them."""
+        return tuple(stage for stage in self.components if stage not in self.optional_stages)
+
+    def with_decoder(self, name: str) -> Self:
+        """Return the model with another of its published decoders; raises `InvalidRequest` if it has no such one."""
+        raise InvalidRequest(f"decoder is {name!r}; {self.name} has only one, so leave it out", "decoder")
+
+    def limit_to(self, stages: Collection[str]) -> Self:
+        """Return the model without what needs optional stages that aren't among these."""
+        return self
+
+    def list_components(self, request: ResolvedRequest) -> list[str]:
+        """Return the components that a request needs."""
+        experts = dict.fromkeys(expert.stage for expert in self.experts(request))
+        return [name for stage in (ENCODER, *experts, DECODER) for name in self.components[stage]]
+
+    def fit_reference(self, request: ResolvedRequest, kind: str, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the (height, width) that the model needs of an image or a video, given its own.
+
+        Called only if the model takes references.
+        """
+        raise NotImplementedError
+
+    def typical_references(self, request: _Request) -> tuple[_Request, ...]:
+        """Return the request with each of the references that are the most frequent; by default, none."""
+        return ()
+
+    def typical_requests(self, request: _Request) -> tuple[_Request, ...]:
+        """Return the requests for whose programs those of a request stand: itself, and `typical_references`."""
+        return (request, *self.typical_references(request))
 
     @property
     def denoise_stages(self) -> tuple[str, ...]:
@@ -71,9 +97,19 @@ class ModelSpec(ModelLimits):
         return self.stages[1:-1]
 
     @property
+    def expert_stages(self) -> tuple[str, ...]:
+        """The stages between encoder and decoder, optional ones too."""
+        return tuple(self.components)[1:-1]
+
+    @property
     def presets(self) -> Mapping[str, Preset]:
         """The model's presets, by name."""
         return dict(self.overrides.presets)
+
+    @property
+    def lacking_presets(self) -> Mapping[str, str]:
+        """Presets of the published model for which something is missing here, by name, with what that is."""
+        return {}
 
     @property
     def curves(self) -> Sequence[Curve]:
@@ -185,7 +221,6 @@ class ModelSpec(ModelLimits):
         """Return a request's plan, with every field that the request leaves open filled in.
 
         Args:
-            request: The request.
             image: Whether there is a first frame, in case the request doesn't hold it (yet).
             last: The same for a last frame.
             video: The same for a video that it starts from; the request must then have a strength.
@@ -204,11 +239,16 @@ class ModelSpec(ModelLimits):
 
             [frame] = read_frames(request.video, 1)
             picture = frame.height, frame.width
+        elif (tail := find_tail(parse_references(request.references or ()))) is not None:
+            sizes = request.height or tail.height, request.width or tail.width
+            request = dataclasses.replace(request, height=sizes[0], width=sizes[1])
         preset: dict[str, Any] = {}
         if request.preset == ORIGINAL:
             request = dataclasses.replace(request, preset=None)
         if request.preset is not None:
             if request.preset not in self.presets:
+                if (missing := self.lacking_presets.get(request.preset)) is not None:
+                    raise InvalidRequest(f"preset is {request.preset}, {missing}", "preset")
                 known = ", ".join(self.presets) or "none"
                 hint = did_you_mean(request.preset, self.presets)
                 raise InvalidRequest(
@@ -219,26 +259,69 @@ class ModelSpec(ModelLimits):
         if request.video is not None and request.strength is None and self.continues_video:
             request = dataclasses.replace(request, strength=FULL_STRENGTH)
         resolved = request.resolve(self.defaults_for(request, picture), preset)
+        if self.chooses_length:
+            resolved = self._open_length(request, resolved, preset)
         if request.negative_prompt is None and not self.is_guided(resolved):
             resolved = dataclasses.replace(resolved, negative_prompt="")
+        resolved = self._cut_ending(resolved)
         self.check(resolved, image=image, last=last, video=video)
+        if (tail := find_tail(resolved.references)) is not None and isinstance(tail.source, Tail):
+            resolved = dataclasses.replace(resolved, hidden_frames=tail.source.frames - tail.source.blended)
         return self.plan_resolved(resolved, image=image, last=last)
+
+    def _cut_ending(self, request: ResolvedRequest) -> ResolvedRequest:
+        """Return a request with as many frames of the file that it continues as the model needs."""
+        tail = find_tail(request.references)
+        if self.overlap is None or tail is None or tail.kind != CONTINUED or tail.frames <= self.overlap.frames:
+            return request
+        kept = tail.keep_last(self.overlap.frames)
+        references = tuple(kept if reference is tail else reference for reference in request.references or ())
+        return dataclasses.replace(request, references=references)
+
+    def _open_length(
+        self, request: GenerationRequest, resolved: ResolvedRequest, preset: Mapping[str, Any]
+    ) -> ResolvedRequest:
+        """Return a resolved request with the longest length that the model may choose, if the request leaves it open.
+
+        Raises:
+            InvalidRequest: It gives a length, and also the longest that the model may choose.
+        """
+        if request.frames is None and "frames" not in {**dict(self.overrides.defaults), **preset}:
+            most = LONGEST_CHOICE_S if request.max_seconds is None else request.max_seconds
+            return self.shorten(dataclasses.replace(resolved, max_seconds=most), most)
+        if request.max_seconds is not None:
+            raise InvalidRequest(
+                f"max_seconds was given, and the video has {resolved.frames} frames; leave one of them out",
+                "max_seconds",
+            )
+        return resolved
+
+    def shorten(self, request: ResolvedRequest, seconds: float) -> ResolvedRequest:
+        """Return a request of open length with the frames that the model makes if it chooses so many seconds.
+
+        Called only if the model chooses lengths.
+        """
+        raise NotImplementedError
+
+    def set_length(self, plan: RequestPlan, seconds: float) -> RequestPlan:
+        """Return a plan of open length for the length that the model has chosen."""
+        request = dataclasses.replace(self.shorten(plan.request, seconds), max_seconds=None)
+        return self.plan_resolved(request, image=plan.images > 0, last=plan.images > 1)
 
     def plan_resolved(self, request: ResolvedRequest, *, image: bool, last: bool = False) -> RequestPlan:
         """Return the plan of a request that has every field filled in and has passed `check`.
 
         Args:
             request: The request; its pixels aren't needed.
-            image: Whether it has a first frame.
-            last: Whether it has a last frame.
         """
-        steps, images, experts = self.schedule(request).steps, image + last, self.experts(request)
+        steps, experts = self.schedule(request).steps, self.experts(request)
+        images = image + last + count_read(request.references)
         assert steps == experts[-1].stop, f"a schedule of {steps} steps for {experts[-1].stop}"
         skipped = self.plan_skips(request)
         return RequestPlan(
             request,
             prompts=() if images and self.reads_images else self.prompts(request),
-            has_image=images > 0 or request.strength is not None,
+            has_image=images > 0 or request.strength is not None or request.references is not None,
             images=images,
             experts=experts,
             skipped=None if skipped is None else tuple((bool(prompt), bool(other)) for prompt, other in skipped),
@@ -246,7 +329,7 @@ class ModelSpec(ModelLimits):
             has_sound=self.has_sound(request),
             shapes=self.shapes(request, images=images),
             needs_prompt=self.needs_prompt and not images,
-            adapts_text=self.adapts_text and bool(request.loras),
+            adapts_text=self.adapts_text and any(adapter.is_for_all for adapter in request.loras),
             cuts_prompts=self.may_cut(request),
             warnings=tuple(self.list_warnings(request, images=images)),
         )
@@ -267,7 +350,7 @@ class ModelSpec(ModelLimits):
             return
         preset = self.presets.get(request.preset)
         if preset is not None and preset.text_only:
-            usable = [name for name, other in self.presets.items() if not other.text_only]
+            usable = [name for name, other in self.presets.items() if other.takes_images]
             instead = f"give preset {' or '.join(usable)}" if usable else "leave the preset out"
             field = "image" if image else "last_image"
             raise InvalidRequest(
@@ -276,6 +359,11 @@ class ModelSpec(ModelLimits):
                 field,
             )
 
+    def images_of(self, request: ResolvedRequest) -> tuple[int, ...]:
+        """Return `image_counts`, or only 0 where the request's preset is for text only."""
+        preset = self.presets.get(request.preset or "")
+        return (0,) if preset is not None and preset.text_only else self.image_counts
+
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
         """Return the settings that fill a request's open fields.
 
@@ -283,7 +371,6 @@ class ModelSpec(ModelLimits):
         follows from the other.
 
         Args:
-            request: The request.
             picture: (height, width) of its image or video, if known.
         """
         follows = self.follows_image or request.strength is not None or request.video is not None

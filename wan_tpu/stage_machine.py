@@ -20,8 +20,6 @@ from wan_tpu.plan import DECODER, ENCODER, Expert, RequestPlan
 
 @dataclass(frozen=True)
 class EncodeText:
-    """Compute the embeddings of one prompt."""
-
     prompt: str
     stage: ClassVar[str] = ENCODER
 
@@ -42,7 +40,6 @@ class Step:
 
     @property
     def stage(self) -> str:
-        """The stage that runs it."""
         return self.expert.stage
 
 
@@ -97,24 +94,16 @@ class StageMachine:
     latents whose `step` is the plan's `steps` can be finished. To end a request earlier, plan it with fewer steps. An
     executor that stops in between (`LocalExecutor.work` with `stop`, a pool that hands over) has a state to resume
     from, and its machine still names the next step.
-
-    Attributes:
-        plan: The request's plan.
-        encoded: The encodings whose results are available.
-        step: How many steps the available state has been through; None while there is no state, so that denoising
-            starts at the plan's first step.
-        is_finished: Whether the available latents are ready for the decoder.
-        has_decoded_sound: Whether the sound is decoded.
-        decoded: How many of the decoder's chunks are decoded.
-        is_saved: Whether the video is at its destination.
     """
 
     plan: RequestPlan
-    encoded: frozenset[Encode] = frozenset()
+    encoded: frozenset[Encode] = frozenset()  # The encodings whose results are available.
+    # How many steps the available state has been through; None while there is no state, so that denoising starts at the
+    # plan's first step.
     step: int | None = None
-    is_finished: bool = False
+    is_finished: bool = False  # Whether the available latents are ready for the decoder.
     has_decoded_sound: bool = False
-    decoded: int = 0
+    decoded: int = 0  # How many of the decoder's chunks are decoded.
     is_saved: bool = False
 
     def __post_init__(self) -> None:
@@ -161,6 +150,8 @@ class StageMachine:
     @property
     def next_step(self) -> Step | Finish:
         """The denoising operation that comes next, whether or not its inputs are available."""
+        if self.plan.has_open_length:
+            raise ValueError("the video's length is open; `with_plan` takes the plan that sets it")
         done = self.steps_done
         if done == self.plan.steps:
             return Finish(self.plan.experts[-1].stage)
@@ -218,6 +209,10 @@ class StageMachine:
         return dataclasses.replace(
             self, step=step, is_finished=is_finished, has_decoded_sound=False, decoded=decoded, is_saved=False
         )
+
+    def with_plan(self, plan: RequestPlan) -> "StageMachine":
+        """Return the machine for the plan of the same request whose length is no longer open."""
+        return dataclasses.replace(self, plan=plan)
 
     def with_inputs(self) -> "StageMachine":
         """Return the machine with every encoding available."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.request import Preset
-from wan_tpu.requested_adapter import RequestedAdapter, parse_adapter
+from wan_tpu.requested_adapter import FORM, RequestedAdapter, parse_adapter
 from wan_tpu.spec import ModelSpec
 
 _MAX_NAME = 80  # Characters of a name.
@@ -14,29 +14,27 @@ _MAX_NAME = 80  # Characters of a name.
 
 @dataclasses.dataclass(frozen=True)
 class Catalogue:
-    """Adapters by name.
+    """Adapters by name."""
 
-    Attributes:
-        adapters: The files of each name, which are applied together: there may be one for each expert.
-        own: The names that the checkpoint's presets add.
-    """
-
+    # The files of each name, which are applied together: there may be one for each expert.
     adapters: Mapping[str, tuple[RequestedAdapter, ...]] = dataclasses.field(default_factory=dict)
-    own: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()  # The names that the checkpoint's presets add.
+    # What each file asks for that isn't done, by its path, as far as files have been read.
+    warnings: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def parse(cls, arguments: Iterable[str]) -> "Catalogue":
         """Parse the values of --lora; raises `InvalidInput`.
 
         Args:
-            arguments: NAME=PATH[:SCALE][@high|low|both], or the NAME of a preset, whose adapters `complete_for` looks
-                up.
+            arguments: NAME=PATH, with a path in the `FORM` of adapters, or the NAME of a preset, whose adapters
+                `complete_for` looks up.
         """
         adapters: dict[str, tuple[RequestedAdapter, ...]] = {}
         for text in arguments:
             name, equals, path = text.partition("=")
             if not name or len(name) > _MAX_NAME or not name.isprintable():
-                raise InvalidInput(f"--lora {text[:200]!r} has no name; give NAME=PATH[:SCALE][@high|low|both]")
+                raise InvalidInput(f"--lora {text[:200]!r} has no name; give NAME={FORM}")
             adapters[name] = (*adapters.get(name, ()), *([parse_adapter(path)] if equals else []))
         return cls(adapters)
 
@@ -58,9 +56,9 @@ class Catalogue:
                     f"NAME=PATH, or one of these presets: {known}"
                 )
             for file in adapters[name]:
-                if not any(file.is_for(stage) for stage in spec.denoise_stages):
+                if not any(map(file.is_for, spec.expert_stages)):
                     raise InvalidInput(
-                        f"--lora {name}={file}: {spec.name} has only one expert; leave @{file.expert} out"
+                        f"--lora {name}={file}: {spec.name} has no expert {file.expert!r}; leave @{file.expert} out"
                     )
         return Catalogue(adapters, frozenset(own))
 
@@ -83,6 +81,18 @@ class Catalogue:
                 raise InvalidRequest(f"this service has no adapter {name[:_MAX_NAME]!r}; it has: {known}", "loras")
             files += [dataclasses.replace(file, scale=file.scale * scale) for file in self.adapters[name]]
         return tuple(files)
+
+    def list_warnings(self, adapters: Iterable[RequestedAdapter]) -> list[str]:
+        """Return what the files of a request's adapters ask for that isn't done."""
+        return self.name_files(warning for adapter in adapters for warning in self.warnings.get(adapter.path, ()))
+
+    def name_files(self, warnings: Iterable[str]) -> list[str]:
+        """Return warnings for a client, who knows adapters by their names and not by the operator's files."""
+        names = {file.path: name for name, files in self.adapters.items() for file in files}
+        texts = list(warnings)
+        for path in sorted(names, key=len, reverse=True):  # One may begin as another.
+            texts = [text.replace(path, names[path]) for text in texts]
+        return texts
 
     def list_presets(self, spec: ModelSpec) -> dict[str, Preset]:
         """Return those presets of a model whose adapters are offered."""

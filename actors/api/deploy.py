@@ -11,12 +11,9 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 
-from actors.api.outbound.webhook import read_secret
 from actors.api.processes import HEAD, QUIET, list_application_names, make_ingress, make_worker
 from actors.api.settings import ServiceSettings
 from actors.errors import PipelineError, PipelineExists
-from actors.jobs.keys import list_keys
-from actors.jobs.store import open_database
 from actors.pipeline.pools import POLL_S, OnStatus, deploy, find_spec, list_applications, shut_down
 from actors.pipeline_spec import PipelineSpec
 from actors.reliability import ReliabilitySettings
@@ -78,11 +75,6 @@ def deploy_service(
     After an error, nothing that this has started keeps running.
 
     Args:
-        settings: The service's settings.
-        spec: Its pipeline.
-        host: The address to listen on.
-        port: The port to listen on.
-        ingresses: How many processes answer HTTP.
         on_status: Called with a line of text about each step.
 
     Raises:
@@ -143,8 +135,6 @@ def prepare_on_head(settings: ServiceSettings, host: str, new_port: int | None =
     """Run `prepare` on the head node, where ingress and worker will run if they use files of one machine.
 
     Args:
-        settings: The service's settings.
-        host: The address to listen on.
         new_port: The port that Serve is to listen on; None if it listens already.
 
     Returns:
@@ -174,6 +164,10 @@ def prepare(settings: ServiceSettings, host: str) -> None:
     Raises:
         InvalidInput: One of them can't be used, or the host admits other machines and there are no API keys.
     """
+    from actors.api.outbound.webhook import read_secret
+    from actors.jobs.keys import list_keys
+    from actors.jobs.store import open_database
+
     os.umask(0o077)
     database = open_database(settings.database)
     if not is_loopback(f"{host}:0") and not list_keys(database):

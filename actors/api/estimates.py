@@ -10,7 +10,7 @@ from typing import Any
 from actors.api.foresight import Foresight, foresee
 from actors.jobs.queries import Turn
 from actors.jobs.store import JobStore
-from actors.jobs.stored_request import count_segments
+from actors.jobs.stored_request import count_made_segments
 from actors.jobs.tables import Job
 from wan_tpu.plan import DECODER, ENCODER
 
@@ -25,20 +25,13 @@ _UNKNOWN_S = 60.0  # Assumed duration of a segment until a job has completed.
 
 @dataclasses.dataclass
 class Seconds:
-    """Measured seconds for one size of video.
+    """Measured seconds for one size of video."""
 
-    Attributes:
-        encode: Seconds of the encoder for a segment; most videos have one.
-        step: Seconds of a denoising step, the mean over all stages.
-        decode: Seconds of the decoder for a segment.
-        wait: A job's duration divided by the sum of these. It is above 1 because jobs share the slices.
-        weights: A step's duration divided by that of the mean step, by its stage and its work, if measured.
-    """
-
-    encode: float
-    step: float
+    encode: float  # Seconds of the encoder for a segment; most videos have one.
+    step: float  # Seconds of a denoising step, the mean over all stages.
     decode: float
-    wait: float = 1.0
+    wait: float = 1.0  # A job's duration divided by the sum of these. It is above 1 because jobs share the slices.
+    # A step's duration divided by that of the mean step, by its stage and its work, if measured.
     weights: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
 
     def estimate_alone_s(self, steps: int) -> float:
@@ -58,7 +51,7 @@ class Pace:
         """Learn from jobs that completed before this process started, given latest first."""
         self._known: dict[int, Seconds] = {}
         for job in reversed(list(jobs)):
-            segments = count_segments(job.request)
+            segments = count_made_segments(job.request)
             used = {stage: seconds / segments for stage, seconds in job.stage_seconds.items()}
             denoising = sum(seconds for stage, seconds in used.items() if stage not in (ENCODER, DECODER))
             step_s = denoising / max(1, job.request["steps"])
@@ -118,6 +111,11 @@ class Estimator:
         self._look()
         return min(600, max(1, math.ceil(self._mean_s / self._concurrency)))
 
+    def list_latest(self) -> list[Job]:
+        """Return the latest completed jobs of all models."""
+        self._look()
+        return list(self._latest.values())
+
     def _look(self) -> None:
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return
@@ -127,7 +125,7 @@ class Estimator:
             self._latest = {job.id: job for job in jobs}
             self._pace = Pace(jobs)
             segments = [self._pace.estimate_segment_s(job.request) for job in jobs]
-            self._mean_s = statistics.fmean(segments, [count_segments(job.request) for job in jobs])
+            self._mean_s = statistics.fmean(segments, [count_made_segments(job.request) for job in jobs])
 
 
 def choose_poll_ms(eta_s: float | None) -> int:

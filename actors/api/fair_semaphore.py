@@ -65,7 +65,6 @@ class FairSemaphore:
         self._fill()
 
     def _fill(self) -> None:
-        """Assign the free places."""
         while self._free:
             heavy = sum(count for key, count in self._in_place.items() if self._measure_use(key) > _HEAVY_S)
             able = [

@@ -14,19 +14,13 @@ _Order = tuple[int, int, int]  # Jobs are claimed in this order.
 
 @dataclasses.dataclass(frozen=True)
 class Foresight:
-    """What will happen to the jobs that wait or run. Times are in multiples of a segment's duration.
+    """What will happen to the jobs that wait or run. Times are in multiples of a segment's duration."""
 
-    Attributes:
-        ends: When each job will have ended, by its sequence.
-        pauses: How long each running job will wait while others have their turns, by its sequence.
-        starts: When each waiting job will be claimed for the first time, in that order, after each job's order.
-        free: When a place will be free that none of them needs.
-    """
-
-    ends: dict[int, float]
-    pauses: dict[int, float]
+    ends: dict[int, float]  # When each job will have ended, by its sequence.
+    pauses: dict[int, float]  # How long each running job will wait while others have their turns, by its sequence.
+    # When each waiting job will be claimed for the first time, in that order, after each job's order.
     starts: list[tuple[_Order, float]]
-    free: float
+    free: float  # When a place will be free that none of them needs.
 
     def get_end(self, turn: Turn) -> float:
         """Return when a job will have ended. One that came later is taken to displace the next one in order."""
@@ -61,7 +55,7 @@ def foresee(running: Sequence[Turn], waiting: Sequence[Turn], places: int) -> Fo
             queue.give_back(turns[sequence])
         else:
             heapq.heappush(busy, (now + 1.0, sequence))
-    pauses = {turn.sequence: ends[turn.sequence] - (turn.segments_left - _HALF) for turn in running}
+    pauses = {turn.sequence: ends[turn.sequence] - (max(1, turn.segments_left) - _HALF) for turn in running}
     first = sorted((_get_order(turn), starts[turn.sequence]) for turn in waiting)
     return Foresight(ends, pauses, first, now if free is None else free)
 

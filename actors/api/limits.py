@@ -13,62 +13,44 @@ from wan_tpu.suggest import did_you_mean
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceLimits:
-    """Limits of one ingress process, or of a worker for webhooks. They apply to operators' keys, too.
+    """Limits of one ingress process, or of a worker for webhooks. They apply to operators' keys, too."""
 
-    Attributes:
-        image_bytes: Size of an image's file.
-        video_bytes: Size of a video's file.
-        video_pixels: Pixels of its frames.
-        video_s: How long a video may last that is sent to be continued,
-        extended_s: and how long what becomes of it, or of a video of this service.
-        video_cpu_s: Processor time of each look at it, beside that of the process that reads it.
-        video_wait_s: Wall time that this process gets for it in addition.
-        small_bytes: Bodies up to this size are parsed in the ingress itself, larger ones in a process of their own.
-        body_s: How many seconds a body may take to arrive,
-        body_rate: and one second more for every so many bytes.
-        key_rate: Bytes of bodies received per second from one key. Two seconds' worth may arrive at once.
-        bodies: Bodies of one key that arrive or are read at a time.
-        bodies_bytes: Memory for all bodies together. When it is full, the key that holds most of it loses its oldest
-            body that is still arriving.
-        readers: Processes that parse bodies and images, at a time.
-        reader_s: Wall time of each of these.
-        reader_cpu_s: Processor time of each.
-        reader_bytes: Memory of each.
-        followers: Streams of one key, of events and of videos that are decoded.
-        download_stall_s: If a client takes less than 64 kB of a download in this time, the connection is closed.
-        key_share: Share of the queue that the segments of one key may take, if the key has no limit of its own.
-        requests_per_minute: Rate of requests, and of segments asked for, of a key that has no limit of its own.
-        fetches: Images fetched from other servers at a time, each into a file. One key may have a quarter of them.
-        webhooks: Webhooks called at a time,
-        webhooks_of_a_key: and of one key.
-        free_bytes: With less free space on the disk of a results folder, no more jobs are accepted and no segments
-            begun, and no fragments are stored.
-    """
-
-    image_bytes: int = 20_000_000
-    video_bytes: int = 20_000_000
-    video_pixels: int = 9_000_000
-    video_s: float = 60.0
-    extended_s: float = 600.0
-    video_cpu_s: int = 40
-    video_wait_s: float = 60.0
+    image_bytes: int = 20_000_000  # Size of an image's file.
+    video_bytes: int = 20_000_000  # Size of a video's file.
+    video_pixels: int = 9_000_000  # Pixels of its frames.
+    video_s: float = 60.0  # How long a video may last that is sent to be continued,
+    extended_s: float = 600.0  # and how long what becomes of it, or of a video of this service.
+    video_cpu_s: int = 40  # Processor time of each look at it, beside that of the process that reads it.
+    video_wait_s: float = 60.0  # Wall time that this process gets for it in addition.
+    # Bodies up to this size are parsed in the ingress itself, larger ones in a process of their own.
     small_bytes: int = 32_768
-    body_s: float = 20.0
-    body_rate: float = 250_000
+    body_s: float = 20.0  # How many seconds a body may take to arrive,
+    body_rate: float = 250_000  # and one second more for every so many bytes.
+    # Bytes of bodies received per second from one key. Two seconds' worth may arrive at once.
     key_rate: float = 10_000_000
-    bodies: int = 32
+    bodies: int = 32  # Bodies of one key that arrive or are read at a time.
+    # Memory for all bodies together. When it is full, the key that holds most of it loses its oldest body that is still
+    # arriving.
     bodies_bytes: int = 150_000_000
-    readers: int = 2
-    reader_s: float = 30.0
-    reader_cpu_s: int = 8
-    reader_bytes: int = 1_000_000_000
-    followers: int = 100
+    readers: int = 2  # Processes that parse bodies and images, at a time.
+    reader_s: float = 30.0  # Wall time of each of these.
+    reader_cpu_s: int = 8  # Processor time of each.
+    reader_bytes: int = 1_000_000_000  # Memory of each.
+    followers: int = 100  # Streams of one key, of events and of videos that are decoded.
+    # If a client takes less than 64 kB of a download in this time, the connection is closed.
     download_stall_s: float = 30.0
+    # Share of the queue that the segments of one key may take, if the key has no limit of its own.
     key_share: float = 0.5
+    # Bytes of the files of all jobs of one key, and of its uploads.
+    key_bytes: int = 100_000_000_000
+    # Rate of requests, and of segments asked for, of a key that has no limit of its own.
     requests_per_minute: float = 1200.0
+    # Images fetched from other servers at a time, each into a file. One key may have a quarter of them.
     fetches: int = 32
-    webhooks: int = 64
-    webhooks_of_a_key: int = 4
+    webhooks: int = 64  # Webhooks called at a time,
+    webhooks_of_a_key: int = 4  # and of one key.
+    # With less free space on the disk of a results folder, no more jobs are accepted and no segments begun, and no
+    # fragments are stored.
     free_bytes: int = 500_000_000
 
     @classmethod

@@ -55,8 +55,6 @@ class RecentWork(Collector):
 
 
 class Meters:
-    """The metrics of one process."""
-
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
 
@@ -119,7 +117,6 @@ class KeyMetrics(Collector):
     usage: Mapping[str, Usage]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a metric family for each figure."""
         for name in ("videos", "failed", "chip_seconds", "dollars"):
             counts = {key: getattr(used, name) for key, used in self.usage.items()}
             yield _add_samples(CounterMetricFamily(f"wan_key_{name}", "Of jobs that ended.", labels=["key"]), counts)

@@ -2,6 +2,8 @@
 
 The worker is a separate application. An ingress that dies, or is replaced by a newer one, loses no job, and a worker
 that dies loses no connection. Each is upgraded on its own, and only the database connects them.
+
+Whoever deploys them imports this module as well. So what only the processes need is imported in them.
 """
 
 import asyncio
@@ -9,30 +11,26 @@ import functools
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
 from ray import serve
 
-from actors.api.core.service import Service
-from actors.api.http.admin import SlicesReader
-from actors.api.http.app import make_app
-from actors.api.http.middleware import OneRequestId
+from actors.api.predictions import PredictedPool, predict
 from actors.api.settings import ServiceSettings
-from actors.api.worker.context import WorkerContext
-from actors.api.worker.job_worker import JobWorker
-from actors.api.worker.traces import Traces
-from actors.jobs.check_ins import make_process_name
 from actors.observe.logs import log_as_json, log_event
 from actors.observe.status_actor import ReportedStatus, StatusActor
-from actors.pipeline.client import PipelineClient
 from actors.pipeline.pools import NO_HTTP
 from actors.pipeline_spec import PipelineSpec
 from actors.reliability import build_environment
-from actors.slices.snapshots import Snapshots
 from cluster.footprints import WORKER, Footprint
 from cluster.gang.placement import select_off_hosts
 from wan_tpu.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from actors.api.core.service import Service
+    from actors.api.http.admin import SlicesReader
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +48,30 @@ HEAD = "node:__internal_head__"  # A resource that Ray gives to the head node on
 class Ingress:
     """Answers HTTP."""
 
-    async def __init__(self, settings: ServiceSettings, spec: ModelSpec, pipeline: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Open the database and the storage. `pipeline` is the name of the one whose slices `/admin` shows."""
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: ServiceSettings, spec: ModelSpec, pipeline: str, pools: tuple[PredictedPool, ...]
+    ) -> None:
+        """Open the database and the storage. `/admin` shows the slices of the `pipeline` of this name, and `pools`."""
+        from actors.api.core.service import Service
+
         os.umask(0o077)  # Keeps prompts and videos from other users of the machine.
         log_as_json()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
-        self._service, self._pipeline = await asyncio.to_thread(Service, settings, spec), pipeline
+        self._pipeline, self._pools = pipeline, pools
+        self._service = await asyncio.to_thread(Service, settings, spec)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> "FastAPI":
         """Return what Serve runs."""
-        return make_served_app(self._service, functools.partial(_read_slices, self._pipeline))
+        return make_served_app(self._service, functools.partial(_read_slices, self._pipeline), self._pools)
 
 
-def make_served_app(service: Service, read_slices: SlicesReader = lambda: None) -> FastAPI:
-    """Return the application as Serve runs it."""
-    app = make_app(service, read_slices)
+def make_served_app(
+    service: "Service", read_slices: "SlicesReader" = lambda: None, pools: tuple[PredictedPool, ...] = ()
+) -> "FastAPI":
+    from actors.api.http.app import make_app
+    from actors.api.http.middleware import OneRequestId
+
+    app = make_app(service, read_slices, pools)
     app.add_middleware(OneRequestId)
     return app
 
@@ -76,17 +83,22 @@ def _read_slices(pipeline: str) -> ReportedStatus | None:
 
 
 class ServiceWorker:
-    """Runs jobs."""
-
     async def __init__(self, settings: ServiceSettings, spec: PipelineSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         """Open the database and the storage, and start working."""
+        from actors.api.worker.context import WorkerContext
+        from actors.api.worker.job_worker import JobWorker
+        from actors.api.worker.traces import Traces
+        from actors.jobs.check_ins import make_process_name
+        from actors.pipeline.client import PipelineClient
+        from actors.slices.snapshots import Snapshots
+
         os.umask(0o077)
         log_as_json()
         self._name, self._pipeline = make_process_name("worker"), PipelineClient(spec)
         self._traces = Traces.from_environment()
-        snapshots, previews = Snapshots(spec.settings.snapshots), spec.settings.chips != "simulated"
+        snapshots, pictures = Snapshots(spec.settings.snapshots), spec.settings.chips != "simulated"
         tools = await asyncio.to_thread(
-            WorkerContext, settings, self._pipeline, snapshots, traces=self._traces, previews=previews
+            WorkerContext, settings, self._pipeline, snapshots, traces=self._traces, pictures=pictures
         )
         self._work = asyncio.create_task(JobWorker(self._name, tools).run())
         log_event(log, "worker", worker=self._name)
@@ -108,14 +120,13 @@ class ServiceWorker:
 
 
 def make_ingress(settings: ServiceSettings, spec: PipelineSpec, *, replicas: int = 1) -> Any:
-    """Return the application that answers HTTP."""
     deployment = serve.deployment(
         num_replicas=replicas,
         max_ongoing_requests=REQUESTS,
         max_surge_percent=100,  # The next version answers before this one ends.
         **_make_options(settings, settings.limits.ingress, _ONE_THREAD),
     )
-    return deployment(Ingress).bind(settings, spec.model, spec.settings.name)
+    return deployment(Ingress).bind(settings, spec.model, spec.settings.name, predict(spec))
 
 
 def make_worker(settings: ServiceSettings, spec: PipelineSpec) -> Any:

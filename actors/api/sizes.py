@@ -1,26 +1,35 @@
 """Admit only requests of a size that fits the slices' memory."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.model_limits import ModelLimits
-from wan_tpu.request import ResolvedRequest
+from wan_tpu.plan import RequestPlan
+from wan_tpu.spec import ModelSpec
 
 Size = tuple[int, int, int]  # Height, width and number of frames.
 
 
-def check_size(request: ResolvedRequest, largest: Sequence[Size], model: ModelLimits) -> None:
-    """Raise `InvalidRequest` if a request is larger than what the operator says fits the slices' memory.
+def check_size(plan: RequestPlan, largest: Sequence[Size], model: ModelSpec) -> RequestPlan:
+    """Return a request's plan; if its length is open, and its longest video is too large, with a shorter longest one.
 
     Args:
-        request: The request.
+        plan: The plan.
         largest: Sizes that fit; if empty, any size does.
         model: The model, whose latents' sizes and videos' lengths count.
+
+    Raises:
+        InvalidRequest: The request is larger than what the operator says fits the slices' memory.
     """
+    request = plan.request
     requested_size = height, width, frames = request.height, request.width, request.frames
     if not largest or _fits(requested_size, largest, model):
-        return
+        return plan
     nearest = _find_nearest(requested_size, largest, model)
+    if plan.has_open_length and nearest is not None and nearest[:2] == (height, width):
+        most = nearest[2] / request.fps
+        return plan.with_request(dataclasses.replace(request, frames=nearest[2], max_seconds=most))
     remedy = "no size is allowed"
     if nearest is not None:
         remedy = "the nearest that is allowed is {1}x{0} with {2} frames".format(*nearest)

@@ -21,7 +21,6 @@ class TokenBuckets:
         Args:
             name: The bucket. It holds at least one token.
             every_s: The time in which it gains a token.
-            count: How many tokens to take.
 
         Returns:
             In how many seconds there will be a token, 0 if they were taken; and in how many the bucket will be full.

@@ -2,21 +2,20 @@
 
 import asyncio
 import dataclasses
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from actors.batch.lines import record_name, shorten
+from actors.batch.lines import preview_name, record_name, shorten
 from actors.batch.manifest import Entry
+from actors.batch.previews import LinePreviews
 from actors.batch.results import Provenance, Result, publish
-from actors.engine import Engine, GeneratedVideo, OnEvent
+from actors.batch.segments import make_line
+from actors.engine import Engine, GeneratedVideo, OnEvent, call_back
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.span import Span
 from wan_tpu.errors import Unavailable, WanTpuError
 from wan_tpu.storage.base import Storage, StorageError
-
-log = logging.getLogger(__name__)
 
 
 class Output:
@@ -42,18 +41,15 @@ class Output:
 
 
 class LineAttempt:
-    """One attempt at a line.
+    """One attempt at a line."""
 
-    Attributes:
-        result: How the attempt ended; None while it hasn't.
-        is_over: Whether the request will never be resumed: its video is durable, or a failure that another attempt
-            wouldn't change.
-    """
-
-    def __init__(self, entry: Entry, output: Output, provenance: Provenance) -> None:
-        self.result: Result | None = None
+    def __init__(self, entry: Entry, output: Output, provenance: Provenance, *, previews: bool = False) -> None:
+        self.result: Result | None = None  # How the attempt ended; None while it hasn't.
+        # Whether the request will never be resumed: its video is durable, or a failure that another attempt wouldn't
+        # change.
         self.is_over = False
         self._entry, self._output = entry, output
+        self._previews = LinePreviews(output.storage, preview_name(entry.output)) if previews else None
         self._start_s = time.monotonic()
         self._base_result = Result(
             line=entry.line,
@@ -71,19 +67,16 @@ class LineAttempt:
         failed_for_good = False
         try:
             await self._output.check()  # Spend no chip-hours on a video that can't be stored.
-            plan = await asyncio.to_thread(self._entry.load)
             stage_s: dict[str, float] = defaultdict(float)
 
             def forward(span: Span) -> None:
                 if span.kind == "compute":
                     stage_s[span.stage] += span.seconds
-                try:
-                    on_event(span)
-                except Exception:  # A request doesn't fail because of its telemetry.
-                    log.exception("a span of %s can't be reported", self._entry.id)
+                call_back(on_event, span, self._entry.id)
 
+            on_preview = None if self._previews is None else self._previews.add
             try:
-                video = await engine.generate(plan, id=self._entry.id, on_event=forward)
+                video = await make_line(self._entry, engine, forward, on_preview)
                 _check_video(video)
             except BaseException as error:
                 failed_for_good = _is_final(error)
@@ -98,6 +91,9 @@ class LineAttempt:
             if isinstance(error, asyncio.CancelledError):
                 error = RuntimeError("the engine cancelled it, and nobody else did")
             await self._fail(error, final=failed_for_good)
+        finally:
+            if self._previews is not None:  # Now that the video is there.
+                await run_to_end(self._previews.close)
 
     async def _publish(self, video: GeneratedVideo, stage_s: dict[str, float]) -> None:
         result = dataclasses.replace(

@@ -12,30 +12,22 @@ from PIL import Image
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.media.image import decode_image, load_image
 from wan_tpu.requested_adapter import parse_adapter
-from wan_tpu.storage.addresses import is_bucket, split_bucket, split_location
+from wan_tpu.storage.addresses import KINDS, is_bucket, split_bucket, split_location
 from wan_tpu.storage.base import StorageError
 from wan_tpu.storage.opening import open_storage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
-    """An image file as it was when the manifest was read.
+    """An image file as it was when the manifest was read."""
 
-    Attributes:
-        location: An absolute path, or an address in a bucket.
-        sha256: Digest of the file.
-    """
-
-    location: str
+    location: str  # An absolute path, or an address in a bucket.
     sha256: str
     height: int
     width: int
 
     def load(self, field: str) -> Image.Image:
         """Return the image's pixels.
-
-        Args:
-            field: The request's field, for the error message.
 
         Raises:
             WanTpuError: The file is gone or has changed since the manifest was read.
@@ -58,7 +50,7 @@ def read_picture(location: str) -> Picture | str:
 def resolve_image(image: object, folder: str) -> str:
     """Return an image's absolute path, relative ones starting at `folder`, or its address; raises `InvalidInput`."""
     if not isinstance(image, str) or not image:
-        raise InvalidInput(f"has the image {image!r}; give a path, or an address in gs:// or s3://")
+        raise InvalidInput(f"has the image {image!r}; give a path, or an address in {KINDS}")
     if "://" in image or image.startswith("/"):
         return image
     if not is_bucket(folder):
@@ -70,6 +62,16 @@ def resolve_image(image: object, folder: str) -> str:
             f"has the image {image!r}, which lies outside the bucket {bucket!r}; give its {scheme} address"
         )
     return f"{scheme}{bucket}/{joined}"
+
+
+def resolve_reference(reference: object, folder: str) -> object:
+    """Return a reference, KIND:PATH or its fields, with an absolute path; raises `InvalidInput`."""
+    if isinstance(reference, str) and ":" in reference:
+        kind, _, path = reference.partition(":")
+        return f"{kind}:{resolve_image(path, folder)}"
+    if isinstance(reference, dict) and isinstance(reference.get("source"), str):
+        return reference | {"source": resolve_image(reference["source"], folder)}
+    return reference  # What it is, `GenerationRequest` says.
 
 
 def resolve_adapter(adapter: object, folder: str) -> object:

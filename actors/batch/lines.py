@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 from wan_tpu.errors import InvalidInput
 from wan_tpu.request import FIELDS as REQUEST_FIELDS
+from wan_tpu.segments import WAYS
 from wan_tpu.storage.base import MAX_PART_BYTES, name_problem
 from wan_tpu.suggest import nearest
 
-FIELDS = ("id", "output", *REQUEST_FIELDS)
+SEGMENTS = ("next_prompts", "continue_by")  # Fields about what follows the video of the other ones.
+FIELDS = ("id", "output", *SEGMENTS, *REQUEST_FIELDS)
 EXAMPLE = '{"prompt": "A cat looks into the camera.", "image": "cat.png", "seed": 1}'
 RESULTS = "results.jsonl"
 MAX_ID_BYTES = 200  # An id is part of the names of logs, spans and snapshots.
@@ -22,33 +24,25 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 class ParsedLine(NamedTuple):
-    """A line as written, before its files are read and its request is checked.
-
-    Attributes:
-        number: The line's number, from 1.
-        names_itself: Whether the line has an id of its own; False if the id is derived.
-        fields: The fields of `GenerationRequest`.
-    """
+    """A line as written, before its files are read and its request is checked."""
 
     number: int
     id: str
     output: str
-    names_itself: bool
+    names_itself: bool  # Whether the line has an id of its own; False if the id is derived.
     fields: dict[str, Any]
+    segments: dict[str, Any]  # Those of `SEGMENTS` that the line has.
 
 
 def name_line(number: int, values: dict[str, Any]) -> ParsedLine:
-    """Return a line with its id and output, derived if it has none; raises `InvalidInput` for unusable ones.
-
-    Args:
-        number: The line's number, from 1.
-        values: Its fields, as `parse_object` returns them.
-    """
+    """Return a line with its id and output, derived if it has none; raises `InvalidInput` for unusable ones."""
     fields = {name: value for name, value in values.items() if name in REQUEST_FIELDS}
+    segments = {name: value for name in SEGMENTS if (value := values.get(name)) is not None}
+    _check_segments(segments)
     id_, output = values.get("id"), values.get("output")
     has_id = id_ is not None
     if id_ is None:
-        id_ = derive_id(fields)
+        id_ = derive_id(fields | segments)
     else:
         _check_name("id", id_, "cat-1", MAX_ID_BYTES)
     if output is None:
@@ -63,12 +57,16 @@ def name_line(number: int, values: dict[str, Any]) -> ParsedLine:
             raise InvalidInput(f"has the output {output!r}, whose record {problem}; give a shorter name")
     if "prompt" not in fields:
         raise InvalidInput('has no prompt; give one, or "" for an empty prompt')
-    return ParsedLine(number, id_, output, has_id, fields)
+    return ParsedLine(number, id_, output, has_id, fields, segments)
 
 
 def record_name(output: str) -> str:
-    """Return the name of a video's record."""
     return output.removesuffix(".mp4") + ".json"
+
+
+def preview_name(output: str) -> str:
+    """Return the name of the picture of an unfinished video."""
+    return output.removesuffix(".mp4") + ".preview.jpg"
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -120,6 +118,15 @@ def compute_digest(value: dict[str, Any]) -> str:
 def shorten(text: str, most: int) -> str:
     """Return a message without its middle if it is longer than `most`: it may quote a megabyte."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def _check_segments(segments: dict[str, Any]) -> None:
+    """Refuse prompts of segments that aren't a list of texts; raises `InvalidInput`."""
+    prompts, way = segments.get("next_prompts", []), segments.get("continue_by")
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        raise InvalidInput('has next_prompts of another form; give a list of texts, such as ["it falls"]')
+    if way not in (None, *WAYS) or (way is not None and not prompts):
+        raise InvalidInput(f"has continue_by {way!r}; give {' or '.join(WAYS)}, beside next_prompts")
 
 
 def _check_name(field: str, name: object, example: str, max_bytes: int) -> None:

@@ -6,6 +6,7 @@ A line has the fields of `GenerationRequest`, and
     video   a local path that every host of the encoder has
     image, last_image  local paths or addresses in gs:// or s3://; relative ones start at the manifest's folder
     loras   relative paths may be below that folder, too
+    next_prompts, continue_by  segments that continue the video, and how
     output  the mp4's name in the output folder; "<id>.mp4" if omitted
 
 Whatever lines have in common is planned, stored and read only once. Neither the work on a line nor its memory grows
@@ -28,6 +29,7 @@ from actors.batch.inputs import (
     read_picture,
     resolve_adapter,
     resolve_image,
+    resolve_reference,
 )
 from actors.batch.lines import (
     EXAMPLE,
@@ -52,7 +54,7 @@ _NO_IMAGES: Mapping[str, Picture] = MappingProxyType({})
 _MAX_SETTINGS = 4096  # Distinct settings remembered; lines usually differ only in texts, seeds and files.
 
 
-class Planner(Protocol):
+class MakePlan(Protocol):
     """Plans a request without needing its images: `ModelSpec.plan`."""
 
     def __call__(
@@ -63,18 +65,12 @@ class Planner(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LineSettings:
-    """The common part of lines that differ only in texts, seeds and images of the same size.
+    """The common part of lines that differ only in texts, seeds and images of the same size."""
 
-    Attributes:
-        fields: The fields of `GenerationRequest` that the lines share.
-        decides: The same fields as plain JSON values.
-        sources: The video and the adapters, including those of a preset.
-    """
-
-    planner: Planner
-    fields: Mapping[str, Any]
-    decides: Mapping[str, Any]
-    sources: tuple[Source, ...]
+    planner: MakePlan
+    fields: Mapping[str, Any]  # The fields of `GenerationRequest` that the lines share.
+    decides: Mapping[str, Any]  # The same fields as plain JSON values.
+    sources: tuple[Source, ...]  # The video and the adapters, including those of a preset.
 
     def plan(self, texts: Mapping[str, Any], images: Mapping[str, Picture]) -> RequestPlan:
         """Return the plan of a request with these settings, without its images."""
@@ -83,24 +79,19 @@ class LineSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entry:
-    """A valid line. A million of them take half a gigabyte, so they share whatever they can.
+    """A valid line. A million of them take half a gigabyte, so they share whatever they can."""
 
-    Attributes:
-        line: The line's number, from 1.
-        output: Name of the mp4 in the output folder.
-        images: The images by field.
-        digest: Digest of everything in the line that decides the video, including the images' bytes.
-    """
-
-    line: int
+    line: int  # The line's number, from 1.
     id: str
-    output: str
+    output: str  # Name of the mp4 in the output folder.
     prompt: str
     negative_prompt: str | None
     seed: int
     images: Mapping[str, Picture]
     settings: LineSettings
-    digest: str
+    digest: str  # Digest of everything in the line that decides the video, including the images' bytes.
+    next_prompts: tuple[str, ...] = ()  # Of segments that continue the video.
+    continue_by: str | None = None  # How they do, one of `wan_tpu.segments.WAYS`; None for the model's way.
 
     @property
     def plan(self) -> RequestPlan:
@@ -118,14 +109,9 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BadLine:
-    """An invalid line, and why it is invalid.
+    """An invalid line, and why it is invalid."""
 
-    Attributes:
-        line: The line's number, from 1.
-        id: The line's id, if it has one.
-    """
-
-    line: int
+    line: int  # The line's number, from 1.
     id: str | None
     reason: str
 
@@ -138,11 +124,10 @@ class Manifest:
     bad: tuple[BadLine, ...]
 
 
-def read_manifest(location: str | Path, planner: Planner) -> Manifest:
+def read_manifest(location: str | Path, planner: MakePlan) -> Manifest:
     """Read, check and plan every line, images included.
 
     Args:
-        location: Path or address of the manifest.
         planner: The model's `ModelSpec.plan`, which raises `InvalidRequest` if it can't make what a line requests.
 
     Raises:
@@ -177,7 +162,7 @@ def read_manifest(location: str | Path, planner: Planner) -> Manifest:
 class _Reader:
     """Turns lines into entries, and computes once what they share."""
 
-    def __init__(self, folder: str, planner: Planner) -> None:
+    def __init__(self, folder: str, planner: MakePlan) -> None:
         """Start relative paths at `folder`."""
         self._folder, self._planner = folder, planner
         self._pictures: dict[str, Picture | str] = {}  # By location; a string says why an image can't be read.
@@ -190,8 +175,8 @@ class _Reader:
         """Yield an entry or an error for each of some lines. Their images are read together, by `threads`."""
         parsed = [self._parse(number, line) for number, line in lines]
         places = (place for item in parsed if isinstance(item, tuple) for place in item[1].values())
-        unread = [place for place in dict.fromkeys(places) if place not in self._pictures]
-        self._pictures.update(zip(unread, threads.map(read_picture, unread), strict=True))
+        new_places = [place for place in dict.fromkeys(places) if place not in self._pictures]
+        self._pictures.update(zip(new_places, threads.map(read_picture, new_places), strict=True))
         for item in parsed:
             yield item if isinstance(item, BadLine) else self._make_entry(*item)
 
@@ -205,6 +190,8 @@ class _Reader:
             places = {name: resolve_image(fields.pop(name), self._folder) for name in images}
             if isinstance(fields.get("video"), str):
                 fields["video"] = resolve_image(fields["video"], self._folder)
+            if isinstance(fields.get("references"), list):
+                fields["references"] = [resolve_reference(part, self._folder) for part in fields["references"]]
             if isinstance(fields.get("loras"), list):
                 fields["loras"] = [resolve_adapter(adapter, self._folder) for adapter in fields["loras"]]
         except WanTpuError as error:
@@ -224,7 +211,7 @@ class _Reader:
             id_ = line.id if line.names_itself else None
             return BadLine(line=line.number, id=id_, reason=shorten(str(error), 500))
         decides = {**settings.decides, **{name: getattr(request, name) for name in _TEXTS}}
-        decides |= {name: picture.sha256 for name, picture in images.items()}
+        decides |= {name: picture.sha256 for name, picture in images.items()} | line.segments
         return Entry(
             line=line.number,
             id=line.id,
@@ -235,6 +222,8 @@ class _Reader:
             images=images or _NO_IMAGES,
             settings=settings,
             digest=compute_digest(decides),
+            next_prompts=tuple(line.segments.get("next_prompts", ())),
+            continue_by=line.segments.get("continue_by"),
         )
 
     def _get_picture(self, place: str) -> Picture:
@@ -264,6 +253,7 @@ class _Reader:
         except WanTpuError as error:
             return str(error)
         paths = [adapter.path for adapter in resolved.loras] + ([] if resolved.video is None else [str(resolved.video)])
+        paths += [path for reference in resolved.references or () if (path := reference.path) is not None]
         sources = [source for place in dict.fromkeys(paths) if (source := self._get_source(place)) is not None]
         return LineSettings(self._planner, fields, request.to_json(), tuple(sources))
 
@@ -294,7 +284,6 @@ class _Names:
         return None
 
     def add(self, entry: Entry) -> None:
-        """Reserve the names of an entry."""
         self._ids[entry.id] = self._outputs[entry.output] = entry.line
         self._folders.update(_list_folders(entry.output))
 
@@ -311,7 +300,7 @@ def _list_folders(name: str) -> Iterator[str]:
         end = name.find("/", end + 1)
 
 
-def _plan(planner: Planner, request: GenerationRequest, images: Mapping[str, Picture]) -> RequestPlan:
+def _plan(planner: MakePlan, request: GenerationRequest, images: Mapping[str, Picture]) -> RequestPlan:
     leading = next((images[name] for name in IMAGES if name in images), None)
     size = None if leading is None else (leading.height, leading.width)
     return planner(request, image="image" in images, last="last_image" in images, picture=size)

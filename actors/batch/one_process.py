@@ -1,24 +1,24 @@
 """The one-process pipeline as a batch's engine: the same models, no cluster, one request at a time."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment, OnPreview
+from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment, OnPreview, PreviewPicture, call_back
 from actors.observe.span import Span, Start
 from actors.pipeline_spec import Chips
-from wan_tpu.media.mp4 import Mp4
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.plan import DECODER, ENCODER, RequestPlan
+from wan_tpu.previews.painter import encode_jpeg
+from wan_tpu.previews.watching import Preview, work_with_previews
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
-
-log = logging.getLogger(__name__)
+from wan_tpu.stages.written import Ending, cut_tail, open_mp4
 
 
 class OneProcessEngine:
@@ -46,15 +46,13 @@ class OneProcessEngine:
         `Pipeline.generate` raises.
 
         Args:
-            plan: A request, planned by `model`.
-            id: The request's id.
             on_event: Called from the engine's thread with a `Span` after each piece of work.
             priority: Ignored.
             on_fragment: Called from a thread with each fragment while the video is decoded.
-            on_preview: Ignored. Batches show no previews.
+            on_preview: Called from another thread with pictures of the unfinished video.
         """
         span = functools.partial(Span, slice="this process", request=id, chips=self._chips)
-        run = _Run(self._pipeline, id, span, on_event, on_fragment)
+        run = _OneRequest(self._pipeline, id, span, on_event, on_fragment, on_preview)
         work = self._thread.submit(run.make, plan)
         result = asyncio.wrap_future(work)
         try:
@@ -70,7 +68,6 @@ class OneProcessEngine:
         """Do nothing, since this engine keeps no state of a request."""
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown()
 
 
@@ -88,60 +85,67 @@ class _Moment:
 
 
 @dataclasses.dataclass
-class _Run:
-    """One request on its way through the stages.
-
-    Attributes:
-        span: Makes a `Span` of the request.
-        stop: Set when the request is cancelled.
-        since: When the last span ended.
-    """
+class _OneRequest:
+    """One request on its way through the stages."""
 
     pipeline: Pipeline
     id: str
-    span: Callable[..., Span]
+    span: Callable[..., Span]  # Makes a `Span` of the request.
     on_event: OnEvent
     on_fragment: OnFragment | None = None
+    on_preview: OnPreview | None = None
     fragments_sent: int = 0
-    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
-    since: _Moment = dataclasses.field(default_factory=lambda: _Moment(Start(), 0.0, 0.0))
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)  # Set when the request is cancelled.
+    since: _Moment = dataclasses.field(default_factory=lambda: _Moment(Start(), 0.0, 0.0))  # When the last span ended.
 
     def make(self, plan: RequestPlan) -> GeneratedVideo:
-        """Run all stages and return the video."""
         pipe, warnings = self.pipeline, list[str]()
         self._check()
-        pipe.check_components()
-        run = pipe.run(pipe.fetch_adapters(plan), warn=warnings.append)
+        pipe.check_components(*pipe.runtime.model.spec.list_components(plan.request))
+        run = pipe.make_executor(pipe.fetch_adapters(plan), warn=warnings.append)
         self.since = self._read_clocks()
         for _ in run.work(EncodeText, EncodeImage):
             self._check()
         self._tell(ENCODER)
-        for operation, _ in run.work(Step, Finish):
-            if isinstance(operation, Step):
-                self._tell(operation.stage, operation.index + 1)
-                self._check()
+        kinds = Step, Finish
+        with contextlib.closing(
+            run.work(*kinds)
+            if self.on_preview is None
+            else work_with_previews(run, pipe.painter, self._send_preview, *kinds)
+        ) as denoising:
+            for operation, result in denoising:
+                if isinstance(operation, Step):
+                    self._tell(operation.stage, operation.index + 1)
+                    self._check()
+                else:
+                    finished = result
         on_fragment = None if self.on_fragment is None else self._send_fragment
-        with Mp4(plan.request.fps, on_fragment, hidden_frames=plan.request.hidden_frames) as mp4:
+        request, sound = run.plan.request, ()
+        with open_mp4(request, on_fragment) as mp4:
             for operation, result in run.work(DecodeSound, Decode):
                 self._check()
                 if isinstance(operation, DecodeSound):
-                    mp4.set_audio(*result)
+                    sound = result
+                    mp4.set_audio(*sound)
                 else:
                     mp4.add(np.asarray(result[1]))
             mp4.finish()
         if mp4.failure is not None:
             raise mp4.failure
         self._tell(DECODER)
-        return GeneratedVideo(mp4.content, tuple(warnings), mp4.last_frame)
+        overlap, tail = pipe.runtime.model.spec.overlap, None
+        if request.keeps_tail and overlap is not None:
+            tail = cut_tail(overlap, request, Ending.of_state(overlap, finished), *sound)
+        end = None if tail is None else tail.dump()
+        return GeneratedVideo(mp4.content, tuple(warnings), mp4.last_frame, request.frames, end)
 
     def _send_fragment(self, content: bytes) -> None:
-        """Pass a fragment on; errors of the caller's function don't stop the request."""
-        assert self.on_fragment is not None
         index, self.fragments_sent = self.fragments_sent, self.fragments_sent + 1
-        try:
-            self.on_fragment(Fragment(0, index, content))
-        except Exception:
-            log.exception("%s: the reader of the video's fragments has failed", self.id)
+        call_back(self.on_fragment, Fragment(0, index, content), self.id)
+
+    def _send_preview(self, preview: Preview) -> None:
+        assert self.on_preview is not None
+        self.on_preview(PreviewPicture(preview.step, encode_jpeg(preview.picture)))
 
     def _check(self) -> None:
         if self.stop.is_set():

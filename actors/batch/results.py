@@ -25,39 +25,29 @@ Status = Literal["done", "writing", "failed", "changed", "invalid"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of one line of the manifest.
+    """The result of one line of the manifest."""
 
-    Attributes:
-        line: The line's number, from 1.
-        status: "done"; "failed" (`error` says why, and the next run tries again); "writing" (its writer was killed);
-            "changed" (done before from another line with this id, and kept); "invalid" (the line can't be used).
-        output: Full location of the video.
-        size_bytes: Size of the video.
-        seconds: From the start of work on this request until its video was written, including waits for slices.
-        stage_s: Seconds that slices computed, by stage.
-        warnings: What the user should know about the video, such as that its prompt was cut.
-        request: Digest of everything in the line that decides the video.
-        model: The checkpoint, if the driver knows it: a folder's absolute path, an address in a bucket or a hub id.
-        precision: The precision of the model's computation, if known.
-        sources: Versions of the content of the request's video and adapters, where known.
-    """
-
-    line: int
+    line: int  # The line's number, from 1.
+    # "done"; "failed" (`error` says why, and the next run tries again); "writing" (its writer was killed); "changed"
+    # (done before from another line with this id, and kept); "invalid" (the line can't be used).
     status: Status
     id: str | None
-    output: str | None = None
+    output: str | None = None  # Full location of the video.
     size_bytes: int | None = None
+    # From the start of work on this request until its video was written, including waits for slices.
     seconds: float | None = None
-    stage_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    stage_s: dict[str, float] = dataclasses.field(default_factory=dict)  # Seconds that slices computed, by stage.
     error: str | None = None
+    # What the user should know about the video, such as that its prompt was cut.
     warnings: list[str] = dataclasses.field(default_factory=list)
-    request: str | None = None
+    request: str | None = None  # Digest of everything in the line that decides the video.
+    # The checkpoint, if the driver knows it: a folder's absolute path, an address in a bucket or a hub id.
     model: str | None = None
-    precision: str | None = None
+    precision: str | None = None  # The precision of the model's computation, if known.
+    # Versions of the content of the request's video and adapters, where known.
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_line(self) -> bytes:
-        """Return the result as a line of JSON."""
         return json.dumps(vars(self), ensure_ascii=False).encode() + b"\n"
 
     @classmethod
@@ -70,9 +60,6 @@ class Results(Sequence[Result]):
     """The results of a manifest's lines so far, in order.
 
     Each result is kept as its line of JSON: a million fit into half a gigabyte, and results.jsonl is ready to write.
-
-    Attributes:
-        counts: Number of results by status.
     """
 
     def __init__(self, last_line: int) -> None:
@@ -109,14 +96,9 @@ class Results(Sequence[Result]):
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """What makes a batch's videos, as noted in their records; None where unknown.
+    """What makes a batch's videos, as noted in their records; None where unknown."""
 
-    Attributes:
-        model: The checkpoint: a folder's absolute path, an address in a bucket or a hub id.
-        precision: The precision, such as "bfloat16".
-    """
-
-    model: str | None = None
+    model: str | None = None  # The checkpoint: a folder's absolute path, an address in a bucket or a hub id.
     precision: str | None = None
 
 
@@ -127,7 +109,6 @@ def settle(
 
     Args:
         storage: The batch's output.
-        entries: The valid lines.
         provenance: What would make the videos. If a record has another one, the video has changed.
         remake_changed: Whether to make videos again that have changed.
 

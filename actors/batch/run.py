@@ -28,22 +28,14 @@ Tell = Callable[[str], object]
 
 @dataclasses.dataclass(frozen=True)
 class BatchReport:
-    """The result of a batch.
+    """The result of a batch."""
 
-    Attributes:
-        results: One result for each line of the manifest, in order.
-        videos_made: How many videos this run made; others that are done were done before.
-        seconds: How long the run took.
-        problem: Why results.jsonl couldn't be written, if it couldn't.
-    """
-
-    results: Results
-    videos_made: int
+    results: Results  # One result for each line of the manifest, in order.
+    videos_made: int  # How many videos this run made; others that are done were done before.
     seconds: float
-    problem: str | None = None
+    problem: str | None = None  # Why results.jsonl couldn't be written, if it couldn't.
 
     def count(self, status: str) -> int:
-        """Return how many lines ended with a status."""
         return self.results.counts[status]
 
     @property
@@ -84,6 +76,7 @@ def open_batch(
     *,
     in_flight: int = 4,
     remake_changed: bool = False,
+    previews: bool = False,
     model: str | None = None,
     precision: str | None = None,
     tell: Tell = say,
@@ -91,10 +84,9 @@ def open_batch(
     """Claim an output for one run of a manifest, and find out what is left to do, before any engine is needed.
 
     Args:
-        manifest: The lines.
-        output: Where videos and records go.
         in_flight: How many requests the engine has at a time. The inputs of later ones aren't read yet.
         remake_changed: Whether to replace a video whose line, or what makes it, has changed since.
+        previews: Whether pictures of unfinished videos are written beside them.
         model: The checkpoint, which is noted in records and compared when a batch is run again.
         precision: The model's precision, which is treated likewise.
         tell: Called with one line of text for everything that can't be done or has failed.
@@ -110,7 +102,7 @@ def open_batch(
     names = (name for entry in manifest.entries for name in (entry.output, record_name(entry.output)))
     with output.claim(itertools.chain(names, [RESULTS])):
         provenance = Provenance(model, precision)
-        batch = Batch(output, in_flight, provenance, tell, start, Results(_find_last_line(manifest)))
+        batch = Batch(output, in_flight, provenance, previews, tell, start, Results(_find_last_line(manifest)))
         for line in manifest.bad:
             error = f"line {line.line} {line.reason}"
             batch.settle(Result(line=line.line, id=line.id, status="invalid", error=error))
@@ -125,20 +117,16 @@ def open_batch(
 
 @dataclasses.dataclass
 class Batch:
-    """The requests of one run.
-
-    Attributes:
-        todo: What is to be made. If it is empty, no engine is needed.
-        results: How the manifest's lines have ended so far.
-        videos_made: How many videos this run has made.
-    """
+    """The requests of one run."""
 
     output: Storage
     in_flight: int
     provenance: Provenance
+    previews: bool
     tell: Tell
     start_s: float
-    results: Results
+    results: Results  # How the manifest's lines have ended so far.
+    # What is to be made. If it is empty, no engine is needed.
     todo: list[Entry] = dataclasses.field(default_factory=list)
     videos_made: int = 0
 
@@ -207,7 +195,7 @@ class Batch:
 
     async def _work(self, waiting: Iterator[Entry], bar: Bar, engine: Engine, on_event: OnEvent) -> None:
         for entry in waiting:
-            attempt = LineAttempt(entry, self._checked_output, self.provenance)
+            attempt = LineAttempt(entry, self._checked_output, self.provenance, previews=self.previews)
             try:
                 await attempt.run(engine, on_event)
             finally:

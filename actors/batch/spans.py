@@ -22,7 +22,9 @@ class LatestSpans:
         return len(self._spans)
 
     def add(self, span: Span) -> None:
-        """Keep a span, and drop the oldest one if there are too many."""
+        """Keep a span of work that has ended, and drop the oldest one if there are too many."""
+        if span.kind == "compiling":
+            return
         with self._lock:
             self._spans.append(span)
             self._total += 1
@@ -31,7 +33,6 @@ class LatestSpans:
         """Draw timeline.png and timeline.trace.json. This takes a while, so don't keep slices waiting for it.
 
         Args:
-            output: Where the files go.
             tell: Called if the files cover only part of the batch or can't be written; neither fails the batch.
         """
         from actors.observe.timeline_picture import save  # Takes a second, so only if pictures are wanted.

@@ -8,10 +8,18 @@ from pathlib import Path
 from actors.commands.timeouts import add_reliability
 from actors.pipeline_spec import PipelineSettings
 from cluster.emulation.cluster import find_default_folder
-from wan_tpu.commands.parser import Parser, add_model, add_precision, add_switches, flag_of
+from wan_tpu.commands.parser import (
+    ActionParsers,
+    OptionGroup,
+    Parser,
+    add_model,
+    add_precision,
+    add_switches,
+    flag_of,
+)
 from wan_tpu.commands.sizes import WITH_FRAMES
 from wan_tpu.errors import InvalidInput
-from wan_tpu.storage.addresses import absolute
+from wan_tpu.storage.addresses import FORMS, KINDS, absolute
 
 GCS_ADDRESS_HELP = (
     "address of the cluster's GCS, HOST:PORT; default: the environment's RAY_ADDRESS, or else the emulated cluster of "
@@ -30,14 +38,14 @@ def make_model_absolute(model_id: str) -> str:
     return absolute(model_id) if os.path.isdir(model_id) or model_id.startswith(("./", "../")) else model_id
 
 
-def add_actions(parser: Parser) -> "argparse._SubParsersAction[Parser]":
+def add_actions(parser: Parser) -> ActionParsers:
     """Add the argument ACTION, by which a command such as `wan-tpu cluster up` says what to do."""
-    return parser.add_subparsers(
+    return parser.add_actions(
         dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
     )
 
 
-def add_folder(group: argparse._ActionsContainer, owner: str = "emulated cluster") -> None:
+def add_folder(group: OptionGroup, owner: str = "emulated cluster") -> None:
     """Add the option for the folder with the state of an emulated cluster, or of a service that runs on this machine.
 
     Args:
@@ -52,28 +60,29 @@ def add_folder(group: argparse._ActionsContainer, owner: str = "emulated cluster
     )
 
 
-def add_cluster_arguments(parser: argparse.ArgumentParser, address_help: str = GCS_ADDRESS_HELP) -> None:
+def add_cluster_arguments(parser: Parser, address_help: str = GCS_ADDRESS_HELP) -> None:
     """Add the options that choose a cluster and a pipeline on it.
 
     Args:
         parser: The command's parser.
         address_help: The help of --address, which says what listens there.
     """
-    group = parser.add_argument_group("cluster")
+    group = parser.add_group("cluster")
     group.add_argument("--address", help=address_help)
     add_folder(group)
     group.add_argument("--name", default=PipelineSettings.name, help="name of the pipeline; default %(default)s")
 
 
-def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "") -> None:
+def add_pipeline_arguments(parser: Parser, description: str = "") -> None:
     """Add the options that describe a new pipeline."""
-    group = parser.add_argument_group("pipeline", description or None)
+    group = parser.add_group("pipeline", description or None)
     group.add_argument("--layout", help=LAYOUT_HELP)
     group.add_argument("--layout_text", metavar="YAML", help="content of a layout file, in place of --layout")
     add_model(
         group,
         type=make_model_absolute,
-        help="diffusers directory, at the same path on every host or in gs:// or s3://; or a hub id",
+        help="a name that wan-tpu models lists, a hub id, or a diffusers directory, at the same path on every host or "
+        "in a bucket",
     )
     add_precision(group)
     group.add_argument(
@@ -92,7 +101,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "
     group.add_argument(
         "--snapshots",
         type=absolute,
-        help="where unfinished videos are saved: gs://, s3://, or a folder that every host reaches",
+        help=f"where unfinished videos are saved: {KINDS}, or a folder that every host reaches",
     )
     group.add_argument(
         "--snapshot_every", type=int, default=5, help="steps between two snapshots of a video; default %(default)s"
@@ -108,7 +117,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser, description: str = "
 
 
 def add_batch_arguments(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     in_flight: int | None = 2,
     in_flight_help: str = "%(default)s",
     *,
@@ -122,10 +131,10 @@ def add_batch_arguments(
         in_flight_help: That default in words.
         required: Whether --manifest and --output are required.
     """
-    group = parser.add_argument_group("batch")
+    group = parser.add_group("batch")
     for name, text in (
-        ("manifest", "file with one request per line, in JSON (docs/batch.md): a path, gs:// or s3://"),
-        ("output", "where videos and results are written: a folder, gs://bucket/prefix or s3://bucket/prefix"),
+        ("manifest", f"file with one request per line, in JSON (docs/batch.md): a path, {KINDS}"),
+        ("output", f"where videos and results are written: a folder, {FORMS}"),
     ):
         group.add_argument(f"--{name}", type=absolute, required=required, help=text)
     group.add_argument(
@@ -134,10 +143,15 @@ def add_batch_arguments(
     group.add_argument(
         "--remake_changed", action="store_true", help="make those videos again whose line or model has changed"
     )
+    group.add_argument(
+        "--previews",
+        action="store_true",
+        help="show each unfinished video beside where it will be, as NAME.preview.jpg, until it is there",
+    )
     group.add_argument("--timeline", action="store_true", help="write timeline.png and its trace to the output")
 
 
-def add_drive_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_drive_arguments(parser: Parser, *, required: bool = True) -> None:
     """Add the options of a batch, and of the pipeline that it runs on."""
     add_batch_arguments(parser, None, f"{REQUESTS_PER_SLICE} for each slice of the pipeline", required=required)
     add_pipeline_arguments(parser, "The batch brings this pipeline up unless one of that name runs on the cluster.")

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from actors.commands.arguments import MAX_IN_FLIGHT, add_batch_arguments, check_range, make_model_absolute
 from wan_tpu.commands import arguments
+from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser
+from wan_tpu.commands.previewing import add_decoder_argument
 
 
 def batch(argv: Sequence[str]) -> None:
@@ -17,25 +19,33 @@ def batch(argv: Sequence[str]) -> None:
     )
     arguments.add_model_arguments(parser)
     add_batch_arguments(parser)
+    add_decoder_argument(parser)
     args = parser.parse_args(argv)
     check_range(args, "in_flight", 1, MAX_IN_FLIGHT)
 
-    from actors.batch.checking import CheckingPlanner
-    from actors.batch.manifest import read_manifest
-    from actors.batch.one_process import OneProcessEngine
-    from actors.batch.run import open_batch, say
-    from actors.batch.spans import LatestSpans
-    from actors.pipeline_spec import PipelineSettings
-    from wan_tpu.media.video import check_ffmpeg
-    from wan_tpu.pipeline import load_pipeline
-    from wan_tpu.progress import Console
-    from wan_tpu.storage.opening import open_storage
-    from wan_tpu.switches import set_switches
+    with heavy_imports():
+        from actors.batch.checking import CheckingPlanner
+        from actors.batch.manifest import read_manifest
+        from actors.batch.one_process import OneProcessEngine
+        from actors.batch.run import open_batch, say
+        from actors.batch.spans import LatestSpans
+        from actors.pipeline_spec import PipelineSettings
+        from wan_tpu.media.video import check_ffmpeg
+        from wan_tpu.pipeline import load_pipeline
+        from wan_tpu.progress import Console
+        from wan_tpu.storage.opening import open_storage
+        from wan_tpu.switches import set_switches
 
     check_ffmpeg()
     set_switches(args.kernels, args.collectives)
     precision = args.dtype or PipelineSettings.dtype
-    pipe = load_pipeline(args.model_id, precision, (args.dp, args.sp, args.tp), executables=args.executables)
+    pipe = load_pipeline(
+        args.model_id,
+        precision,
+        (args.dp, args.sp, args.tp),
+        executables=args.executables,
+        preview_decoder=args.preview_decoder,
+    )
     engine = OneProcessEngine(pipe)
     planner = CheckingPlanner(engine.model, args.model_id)
     manifest, output = read_manifest(args.manifest, planner), open_storage(args.output)
@@ -45,6 +55,7 @@ def batch(argv: Sequence[str]) -> None:
         output,
         in_flight=args.in_flight,
         remake_changed=args.remake_changed,
+        previews=args.previews,
         model=make_model_absolute(args.model_id),
         precision=precision,
     )

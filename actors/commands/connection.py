@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib
 import os
 import shlex
 from pathlib import Path
@@ -9,10 +10,11 @@ from urllib.parse import urlsplit
 
 from actors.errors import PipelineNotFound
 from actors.pipeline_spec import PipelineSpec
-from cluster.connect import connect
+from cluster.connect import connect, stay_on_loopback
 from cluster.emulation.cluster import STATE, EmulatedCluster, find_default_folder
 from cluster.errors import ClusterNotFound, LayoutError
 from cluster.layout import Layout
+from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.suggest import did_you_mean
 
 
@@ -118,6 +120,9 @@ def is_emulated_here(args: argparse.Namespace, address: str) -> bool:
 def join_cluster(args: argparse.Namespace) -> str:
     """Join the cluster as a driver; return the address of its GCS."""
     address = find_gcs_address(args)
+    stay_on_loopback(address)
+    with heavy_imports():
+        importlib.import_module("ray.serve")
     connect(address)
     return address
 

@@ -75,7 +75,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         default=Path("doctor.json"),
         help="file for the report, to attach to an issue; default %(default)s",
     )
-    group = parser.add_argument_group("a slice of a Ray cluster, in place of this machine")
+    group = parser.add_group("a slice of a Ray cluster, in place of this machine")
     group.add_argument("--slice", help="kind of slice, such as v6e-16: check all hosts of a free slice of this kind")
     group.add_argument("--address", help=GCS_ADDRESS_HELP)
     add_folder(group)

@@ -16,6 +16,7 @@ from actors.commands.connection import join_cluster
 from actors.commands.new_pipeline import build_spec, read_settings
 from actors.observe.console import LiveConsole
 from actors.pipeline_spec import PipelineSpec
+from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser
 from wan_tpu.storage.opening import open_storage
 
@@ -59,12 +60,13 @@ def drive(argv: Sequence[str]) -> None:
 
 
 def _drive(args: argparse.Namespace, explicit: Collection[str], live: LiveConsole) -> "BatchReport":
-    from actors.batch.checking import CheckingPlanner
-    from actors.batch.manifest import read_manifest
-    from actors.batch.run import open_batch
-    from actors.batch.spans import LatestSpans
-    from actors.pipeline.acquire import find_reusable
-    from actors.pipeline.leftovers import delete_leftovers
+    with heavy_imports():
+        from actors.batch.checking import CheckingPlanner
+        from actors.batch.manifest import read_manifest
+        from actors.batch.run import open_batch
+        from actors.batch.spans import LatestSpans
+        from actors.pipeline.acquire import find_reusable
+        from actors.pipeline.leftovers import delete_leftovers
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
@@ -82,6 +84,7 @@ def _drive(args: argparse.Namespace, explicit: Collection[str], live: LiveConsol
         output,
         in_flight=choose_in_flight(args.in_flight, spec),
         remake_changed=args.remake_changed,
+        previews=args.previews,
         model=spec.settings.checkpoint,
         precision=spec.settings.dtype,
         tell=live.print_line,
@@ -116,11 +119,12 @@ def _run_batch(
     Raises:
         PipelineNotFound: There is no pipeline to use, or its model or precision has changed since the planning.
     """
-    from actors.errors import PipelineNotFound
-    from actors.observe.status_actor import ReportedStatus, StatusActor
-    from actors.pipeline.acquire import acquire_pipeline
-    from actors.pipeline.driver import PipelineDriver
-    from actors.pipeline.status import describe_requests
+    with heavy_imports():
+        from actors.errors import PipelineNotFound
+        from actors.observe.status_actor import ReportedStatus, StatusActor
+        from actors.pipeline.acquire import acquire_pipeline
+        from actors.pipeline.driver import PipelineDriver
+        from actors.pipeline.status import describe_requests
 
     metrics = _BatchMetrics(spec, batch)
     with contextlib.ExitStack() as stack:
@@ -203,7 +207,11 @@ def _build_requested_spec(args: argparse.Namespace, address: str) -> PipelineSpe
     return build_spec(*read_settings(args, address, snapshots), lasting=args.keep)
 
 
-def _collect_planners(manifest: "Manifest", batch: "Batch") -> Mapping[str, Callable[[], "RequestPlan"]]:
-    """Return, for each request that this run won't make, a function that plans it, by the request's id."""
+def _collect_planners(manifest: "Manifest", batch: "Batch") -> Mapping[str, Callable[[], "RequestPlan"] | None]:
+    """Return what `delete_leftovers` asks for, of each request that this run won't make."""
+    from actors.batch.segments import name_segment
+
     remaining = {entry.id for entry in batch.todo}
-    return {entry.id: entry.load for entry in manifest.entries if entry.id not in remaining}
+    done = [entry for entry in manifest.entries if entry.id not in remaining]
+    segments = {name_segment(entry, index + 1): None for entry in done for index in range(len(entry.next_prompts))}
+    return {entry.id: entry.load for entry in done} | segments

@@ -119,7 +119,7 @@ def _describe_status(video: dict[str, Any]) -> str:
     """Return a job's status, with how far it is and in how many seconds it will be finished."""
     status = video["status"].replace("_", " ")
     if video["status"] == "in_progress":
-        status = f"{video['progress']} %"
+        status = f"{video['progress']} %{', compiling' if video.get('compiling') else ''}"
     if video["status"] == "failed" and video["error"]:
         status = video["error"]["code"]
     place, eta_s = video.get("queue_position"), video.get("eta_seconds")

@@ -37,7 +37,10 @@ def keys(argv: Sequence[str]) -> None:
         action.add_argument("key", help="name or id of the key")
     for action in (add, limit):
         _add_limits(action)
-    usage = actions.add_parser("usage", help="show what each key's ended jobs have used: videos, chip-seconds, dollars")
+    usage = actions.add_parser(
+        "usage",
+        help="show what each key's ended jobs have used (videos, chip-seconds, dollars), and what its files take",
+    )
     usage.add_argument(
         "--days", type=int, default=30, help="number of days, in UTC, of which today is the last; default %(default)s"
     )
@@ -86,8 +89,8 @@ def keys(argv: Sequence[str]) -> None:
             _print_usage(database, args.days)
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("limits", f'"{NONE}" removes the key\'s own limit.')
+def _add_limits(parser: Parser) -> None:
+    group = parser.add_group("limits", f'"{NONE}" removes the key\'s own limit.')
     for name, kind, text in (
         ("per_minute", float, "requests that the key may send per minute, on average"),
         ("waiting", int, "how many segments may wait (most videos have one); without this limit, half of the queue"),
@@ -150,14 +153,18 @@ def _describe(key: "ApiKey") -> str:
 
 def _print_usage(database: Any, days: int) -> None:
     from actors.jobs.keys import list_keys
-    from actors.jobs.usage import read_usage
+    from actors.jobs.tables import Usage
+    from actors.jobs.usage import read_stored, read_usage
 
     first = datetime.datetime.now(datetime.UTC).date() - datetime.timedelta(days=days - 1)
     names = {key.id: key.name for key in list_keys(database)}
-    print(f"since {first}, UTC\n{'videos':>8} {'failed':>8} {'chip-seconds':>14} {'dollars':>10}  key")
-    usage_by_owner = read_usage(database, first=first.isoformat())
+    print(f"since {first}, UTC")
+    print(f"{'videos':>8} {'failed':>8} {'chip-seconds':>14} {'dollars':>10} {'GB now':>8}  key")
+    stored = read_stored(database)
+    usage_by_owner = dict.fromkeys(stored, Usage(owner="", day="")) | read_usage(database, first=first.isoformat())
     if not usage_by_owner:
-        print("no job has ended since then", file=sys.stderr)
+        print("no job has ended since then, and none has files", file=sys.stderr)
     for owner, usage in sorted(usage_by_owner.items(), key=lambda row: -row[1].chip_seconds):
         key = f"{owner}  {names.get(owner, '')}" if owner else "without a key"
-        print(f"{usage.videos:8} {usage.failed:8} {usage.chip_seconds:14.1f} {usage.dollars:10.2f}  {key}")
+        figures = f"{usage.videos:8} {usage.failed:8} {usage.chip_seconds:14.1f} {usage.dollars:10.2f}"
+        print(f"{figures} {stored.get(owner, 0) / 1e9:8.2f}  {key}")

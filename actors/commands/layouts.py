@@ -10,6 +10,7 @@ from cluster.layout import Layout, Pool, list_shipped
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.tables import as_table
 from wan_tpu.families import list_published, name_of, published_spec
+from wan_tpu.spec import ModelSpec
 
 
 def layouts(argv: Sequence[str]) -> None:
@@ -25,9 +26,9 @@ def layouts(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a list of JSON objects, for programs")
     args = parser.parse_args(argv)
-    stages = None if args.model is None else published_spec(args.model).stages
+    model = None if args.model is None else published_spec(args.model)
     descriptions = [
-        _describe(layout) for layout in map(Layout.load, list_shipped()) if stages is None or _can_host(layout, stages)
+        _describe(layout) for layout in map(Layout.load, list_shipped()) if model is None or _can_host(layout, model)
     ]
     if args.json:
         print(json.dumps(descriptions))
@@ -43,9 +44,9 @@ def layouts(argv: Sequence[str]) -> None:
     )
 
 
-def _can_host(layout: Layout, stages: Sequence[str]) -> bool:
+def _can_host(layout: Layout, model: ModelSpec) -> bool:
     try:
-        layout.check_stages(stages)
+        layout.check_stages(tuple(model.components), model.optional_stages)
     except LayoutError:
         return False
     return True
@@ -55,8 +56,8 @@ def _describe(layout: Layout) -> dict[str, Any]:
     """Return a layout's values by the table's columns. An emulated layout has "-" for chips and GiB."""
     is_emulated = layout.devices_per_host is not None
     stages = [stage for pool in layout.pools for stage in pool.stages if stage not in ("encoder", "decoder")]
-    experts = [stage for stage in stages if stage.startswith("denoise")]
-    repeated = "".join(f", {stage}" for stage in stages if stage not in experts)  # Stages that run an expert again.
+    experts = [stage for stage in stages if stage.startswith("denoise") and stage != "denoise_ref"]
+    repeated = "".join(f", {stage}" for stage in stages if stage not in experts)  # Others that denoise.
     return {
         "layout": Path(layout.source).stem,
         "models with": ("one expert" if len(experts) == 1 else f"{len(experts)} experts") + repeated,

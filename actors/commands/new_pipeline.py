@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 
@@ -49,12 +50,12 @@ def read_checked_layout(args: argparse.Namespace) -> Layout | None:
 def check_layout(layout: Layout, model: ModelSpec) -> None:
     """Raise `LayoutError`, with the shipped layouts that fit, unless a layout hosts all stages of a model."""
     try:
-        layout.check_stages(model.stages)
+        layout.check_stages(tuple(model.components), model.optional_stages)
     except LayoutError as error:
         fitting_layouts = []
         for name in list_shipped():
             with contextlib.suppress(LayoutError):
-                Layout.load(name).check_stages(model.stages)
+                Layout.load(name).check_stages(tuple(model.components), model.optional_stages)
                 fitting_layouts.append(name)
         raise LayoutError(f"{error}; shipped layouts for {model.name}: {', '.join(fitting_layouts)}") from None
 
@@ -74,7 +75,9 @@ def build_spec(layout: Layout, settings: PipelineSettings, *, lasting: bool = Tr
     model = open_spec(settings.checkpoint)
     show_licence(model)
     check_layout(layout, model)
-    return PipelineSpec(layout, settings, model, lasting)
+    hosted = model.limit_to(layout.stages)
+    warm_up = tuple(typical for request in settings.warm_up for typical in hosted.typical_requests(request))
+    return PipelineSpec(layout, dataclasses.replace(settings, warm_up=warm_up), model, lasting)
 
 
 def read_settings(

@@ -6,7 +6,7 @@ from actors.commands.arguments import add_cluster_arguments, check_range
 from actors.commands.connection import find_running_spec, join_cluster
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
-from wan_tpu.storage.addresses import absolute
+from wan_tpu.storage.addresses import KINDS, absolute
 from wan_tpu.suggest import did_you_mean
 
 MAX_S = 60.0  # The trace of a busy chip grows by many megabytes per second, so it has to be short.
@@ -21,7 +21,7 @@ def profile(argv: Sequence[str]) -> None:
         "--output",
         type=absolute,
         required=True,
-        help="where the trace is written: gs://, s3://, or a folder that the hosts reach",
+        help=f"where the trace is written: {KINDS}, or a folder that the hosts reach",
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to trace; default %(default)s")
     args = parser.parse_args(argv)

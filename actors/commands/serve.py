@@ -22,6 +22,7 @@ from cluster.connect import leave
 from cluster.emulation.cluster import EmulatedCluster
 from cluster.gang.devices import list_device_files
 from wan_tpu.adapters.checking import check
+from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import InvalidInput
 
@@ -46,7 +47,7 @@ _LOOK_S = 5  # Pause between two looks at whether the service still runs.
 def serve(argv: Sequence[str]) -> None:
     """Serve a pipeline through the `/v1/videos` API until Ctrl-C; unfinished jobs wait for the next start."""
     parser = build_serve_parser(serve.__doc__)
-    group = parser.add_argument_group("instead of serving until Ctrl-C").add_mutually_exclusive_group()
+    group = parser.add_group("instead of serving until Ctrl-C").add_alternatives()
     group.add_argument("--detach", action="store_true", help="return when the service is up")
     group.add_argument(
         "--down", action="store_true", help="take the running service down; its jobs wait for the next start"
@@ -105,10 +106,10 @@ def _start_own_cluster(args: argparse.Namespace) -> EmulatedCluster:
 
 def _bring_up(args: argparse.Namespace) -> str:
     """Bring the service up; return a text with its model and address."""
-    from actors.api.deploy import deploy_service
-
     with LiveConsole() as live:
         live.tell("joining the cluster")
+        with heavy_imports():
+            from actors.api.deploy import deploy_service
         args.host = args.host or "127.0.0.1"
         layout, settings = read_settings(args, find_gcs_address(args))
         service = read_service_settings(args, layout, settings)  # Check them before spending time on the checkpoint.
@@ -116,7 +117,8 @@ def _bring_up(args: argparse.Namespace) -> str:
         service = dataclasses.replace(service, catalogue=service.catalogue.complete_for(spec.model))
         if service.catalogue.files:
             live.tell("reading the adapters")
-            check(settings.checkpoint, service.catalogue.files)
+            warnings = check(settings.checkpoint, service.catalogue.files)
+            service = dataclasses.replace(service, catalogue=dataclasses.replace(service.catalogue, warnings=warnings))
         join_cluster(args)
         if not args.replace and _is_running(args.name):
             raise PipelineExists(
@@ -158,10 +160,10 @@ def _is_running(name: str) -> bool:
 
 
 def _take_down(args: argparse.Namespace) -> None:
-    from actors.api.deploy import take_down
-
     with LiveConsole() as live:
         live.tell("joining the cluster")
+        with heavy_imports():
+            from actors.api.deploy import take_down
         join_cluster(args)
         live.tell("taking the service down; its jobs wait for the next start")
         take_down(args.name)
@@ -191,7 +193,7 @@ def build_service_config(
     layout, settings = read_settings(args, args.address or "cluster:6379")
     service = read_service_settings(args, layout, settings)
     arguments = {name: value for name, value in explicit.items() if name not in _LOCAL_OPTIONS}
-    arguments.setdefault("webhook_secret", NONE)  # By default, each machine would create a file with its own secret.
+    arguments.setdefault("webhook_secret", NONE)  # By default, each new head would create its own.
     arguments |= {"host": args.host or ALL_INTERFACES, "port": args.port}
     if mounted is None:
         arguments["layout_text"] = args.layout_text or Path(layout.source).read_text()
@@ -208,4 +210,4 @@ def _write_config(args: argparse.Namespace, parser: Parser) -> None:
     host = args.host or ALL_INTERFACES
     print(f"it will listen on {host}:{args.port}; unless that is a loopback address, create a key: wan-tpu keys add")
     if args.webhook_secret in (None, NONE):
-        print("it won't call webhooks; to enable them, put the same secret in a file on all machines: --webhook_secret")
+        print("it won't call webhooks; to enable them, put a secret in a file on the head node: --webhook_secret")

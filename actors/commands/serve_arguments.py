@@ -12,7 +12,8 @@ from cluster.footprints import WORKER, Footprint
 from cluster.layout import Layout
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.sizes import WITH_FRAMES, read_size_with_frames
-from wan_tpu.storage.addresses import absolute
+from wan_tpu.requested_adapter import FORM
+from wan_tpu.storage.addresses import KINDS, absolute
 
 if TYPE_CHECKING:
     from actors.api.settings import ServiceSettings
@@ -36,14 +37,14 @@ def build_serve_parser(description: str | None = None) -> Parser:
         help="without --layout: what this machine's TPU is, such as v6e-8; default: as the machine says. One pool on "
         "it hosts the whole model",
     )
-    group = parser.add_argument_group("service")
+    group = parser.add_group("service")
     group.add_argument(
         "--host", help="address to listen on; default 127.0.0.1, and 0.0.0.0 in a config for another cluster"
     )
     group.add_argument("--port", type=int, default=8000, help="port to listen on; default %(default)s")
     for name, text in (
         ("database", "database of jobs and API keys: a file, or postgresql://...; default: a file in --folder"),
-        ("results", "where images and videos are stored: a folder, gs:// or s3://; default: a folder in --folder"),
+        ("results", f"where images and videos are stored: a folder, {KINDS}; default: a folder in --folder"),
     ):
         group.add_argument(f"--{name}", type=absolute, help=text)
     group.add_argument(
@@ -59,7 +60,7 @@ def build_serve_parser(description: str | None = None) -> Parser:
         "--lora",
         action="append",
         default=[],
-        metavar="NAME=PATH[:SCALE][@high|low]",
+        metavar=f"NAME={FORM}",
         help="adapter that clients may request by NAME, in files that every host reaches; NAME alone: the published "
         "files of the preset of that name",
     )
@@ -93,6 +94,11 @@ def build_serve_parser(description: str | None = None) -> Parser:
         "--webhook_secret",
         type=lambda text: text if text == NONE else absolute(text),
         help=f"file with the secret that signs webhooks, or {NONE} to call no webhooks; default: a file in --folder",
+    )
+    group.add_argument(
+        "--local_webhooks",
+        action="store_true",
+        help="for development: webhooks may also be on this machine or in a private network, over http, on any port",
     )
     group.add_argument(
         "--limit",
@@ -166,6 +172,7 @@ def read_service_settings(args: argparse.Namespace, layout: Layout, settings: Pi
         url_s=args.download_s,
         limits=ServiceLimits.parse(args.limit),
         webhook_secret_file=None if secret == NONE else secret,
+        local_webhooks=args.local_webhooks,
         origins=tuple(args.origin),
         fetch=FetchSettings(timeout_s=settings.reliability.fetch_s),
         reliability=settings.reliability,

@@ -77,8 +77,10 @@ def build_worker(args: dict[str, Any]) -> Any:
 
 
 def build_ingress(args: dict[str, Any]) -> Any:
-    """Build the ingress's application on the cluster."""
+    """Build the ingress's application on the cluster; raises as `build_worker`."""
     settings, spec = _read_args(args)
+    warnings = check_visible(spec.settings.checkpoint, settings.catalogue.files)
+    settings = dataclasses.replace(settings, catalogue=dataclasses.replace(settings.catalogue, warnings=warnings))
     prepare_on_head(settings, args["arguments"]["host"])
     return make_ingress(settings, spec, replicas=int(args["arguments"].get("ingresses", 1)))
 

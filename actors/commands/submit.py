@@ -28,8 +28,11 @@ from actors.errors import PipelineError
 from cluster.connect import stay_on_loopback
 from cluster.errors import ClusterNotFound
 from cluster.layout import list_shipped
+from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser, as_words
 from wan_tpu.errors import InvalidInput
+from wan_tpu.progress import say
+from wan_tpu.storage.addresses import FILE_FORMS
 from wan_tpu.suggest import did_you_mean
 
 FINAL_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -65,7 +68,7 @@ def submit(argv: Sequence[str]) -> int:
     """Submit a manifest to a cluster, as a job that outlives this command, and show the job's log until it ends."""
     parser = Parser(prog="wan-tpu submit", description=submit.__doc__, examples=_EXAMPLES)
     add_cluster_arguments(parser, JOBS_ADDRESS_HELP)
-    group = parser.add_argument_group("job").add_mutually_exclusive_group()
+    group = parser.add_group("job").add_alternatives()
     group.add_argument("--detach", action="store_true", help="print the job's id and return at once")
     group.add_argument("--attach", metavar="JOB_ID", help="show the log of an earlier job, from its beginning")
     group.add_argument(
@@ -75,6 +78,7 @@ def submit(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.stop is None and args.attach is None:
         _check_batch(args)
+        say("connecting to the cluster")  # Importing Ray takes seconds.
     client = _connect(find_jobs_address(args))
     if args.stop is not None:
         return _stop(client, args.stop)
@@ -102,7 +106,7 @@ def _submit(client: Any, args: argparse.Namespace, explicit: dict[str, Any]) -> 
     is_local = is_emulated_here(args, urlsplit(client.get_address()).netloc)
     if is_local and "://" not in args.manifest and not Path(args.manifest).is_file():
         problem = "isn't a file" if Path(args.manifest).exists() else "doesn't exist"
-        raise InvalidInput(f"--manifest {args.manifest} {problem}; give a file, gs://bucket/name or s3://bucket/name")
+        raise InvalidInput(f"--manifest {args.manifest} {problem}; give a file, {FILE_FORMS}")
     python = sys.executable if is_local else "python"
     command = ["exec", python, "-m", "actors.cli", "drive", *as_words(arguments)]
     metadata = {"manifest": args.manifest, "output": args.output}
@@ -131,7 +135,8 @@ def _describe_layout(args: argparse.Namespace) -> dict[str, str]:
 def _connect(address: str) -> Any:
     """Return a client of the cluster's job server; raises `ClusterNotFound`."""
     stay_on_loopback(urlsplit(address).netloc)
-    from ray.job_submission import JobSubmissionClient  # Ray reads settings at import, so the line above comes first.
+    with heavy_imports():  # Ray reads settings at import, so the line above comes first.
+        from ray.job_submission import JobSubmissionClient
 
     try:
         client = JobSubmissionClient(address)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from actors.reliability import ReliabilitySettings
 from cluster.gang.protocol import Timeouts
+from wan_tpu.commands.parser import OptionGroup
 from wan_tpu.errors import InvalidInput
 from wan_tpu.suggest import did_you_mean
 
@@ -14,7 +15,7 @@ from wan_tpu.suggest import did_you_mean
 _SECONDS_SUFFIX, _COUNT_SUFFIX = "_s", "_attempts"
 
 
-def add_timeouts(group: argparse._ActionsContainer) -> None:
+def add_timeouts(group: OptionGroup) -> None:
     """Add --timeout, for the time-outs of slices only."""
     group.add_argument(
         "--timeout",
@@ -25,7 +26,7 @@ def add_timeouts(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_reliability(group: argparse._ActionsContainer) -> None:
+def add_reliability(group: OptionGroup) -> None:
     """Add --timeout and --attempts, for all fields of `ReliabilitySettings`."""
     for name, metavar, text in (
         ("timeout", "NAME=SECONDS", "change a time limit, such as join=1200"),

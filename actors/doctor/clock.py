@@ -22,7 +22,7 @@ def check_clock(machine: Machine) -> Iterator[Finding]:
     """Yield clock and grid step, and keep both for plans. On CPU devices the kernel's iterations count as bundles."""
     small, chip = machine.is_rehearsal, machine.chip
     try:
-        bundles, around = (1.0, 0.0) if chip is None else count_probe(chip.host_topology)
+        bundles, outside_loop = (1.0, 0.0) if chip is None else count_probe(chip.host_topology)
     except CompileError as error:
         yield Finding("clock", f"not measured: {error}", "warn", "its kernel compiled", "attach the report to an issue")
         return
@@ -32,10 +32,10 @@ def check_clock(machine: Machine) -> Iterator[Finding]:
     clock_hz = (long - short) * bundles / max(seconds(1, long) - seconds(1, short), 1e-9)
     yield compare("clock", "GHz", clock_hz / 1e9, None if chip is None else chip.clock_hz / 1e9, 0.97, _SLOW)
     # The same iterations, over a number of steps and over twice that number.
-    more = seconds(many, shared // many) - seconds(few, shared // few)
-    grid_step_s = max(0.0, more / (many - few) - around / clock_hz)
+    added_s = seconds(many, shared // many) - seconds(few, shared // few)
+    grid_step_s = max(0.0, added_s / (many - few) - outside_loop / clock_hz)
     measured = f"{grid_step_s / _MICROSECOND:.2f} us beyond its bundles"
-    yield Finding("grid step", measured, figures={"seconds": grid_step_s, "bundles": around})
+    yield Finding("grid step", measured, figures={"seconds": grid_step_s, "bundles": outside_loop})
     machine.calibration = dataclasses.replace(machine.calibration, clock_hz=clock_hz, grid_step_s=grid_step_s)
 
 

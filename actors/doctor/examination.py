@@ -88,7 +88,6 @@ def write_bundle(path: Path, machine: Machine, hosts: Sequence[Sequence[Part]]) 
     """Write everything as JSON: versions, flags, findings with their figures. No secret and no prompt is in it.
 
     Args:
-        path: The file.
         machine: One of the hosts.
         hosts: The parts of each host.
     """

@@ -16,11 +16,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: What was checked.
-        measured: The result.
         verdict: "fail" where videos would be wrong or not made, "warn" where they would be slow.
         expected: The right result, where that is known.
-        advice: What to do about it.
         figures: The numbers behind it, for the bundle.
     """
 
@@ -40,7 +37,6 @@ class Machine:
         folder: A folder to write to, on the disk that weights go to.
         is_rehearsal: Whether CPU devices stand in for chips; sizes are small then, and kernels are interpreted.
         kind: JAX's name of a device, once it has started.
-        devices: The number of devices.
         is_slice: Whether this process is one of a slice's, which its leader started and joined.
         calibration: Measured values of the figures that plans are priced with.
     """
@@ -67,9 +63,7 @@ def compare(name: str, unit: str, value: float, peak: float | None, share: float
     """Return a finding about a rate.
 
     Args:
-        name: What was measured.
         unit: The unit of the rate.
-        value: The rate.
         peak: The hardware's published rate, or None where it isn't known.
         share: The share of the peak below which something is wrong.
         advice: What to do then.

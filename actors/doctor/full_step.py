@@ -17,7 +17,8 @@ from actors.doctor.timing import measure
 from actors.doctor.trace import trace_categories
 from cluster.chips import GIB
 from cluster.slice_spec import name_slice
-from wan_tpu.aot.programs import STEP, AbstractRuntime, stage_programs
+from wan_tpu.aot.names import STEP
+from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import DoesNotFit
 from wan_tpu.families.model import open_model, published_model

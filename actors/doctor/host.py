@@ -55,7 +55,7 @@ def check_locked_memory(has_chips: bool) -> Finding:
     figures = {"bytes": limit}
     if not has_chips:
         return Finding(name, measured, figures=figures)
-    if _has_capability(_IPC_LOCK):
+    if _may_lock_memory():
         return Finding(name, f"{measured}, which IPC_LOCK lifts", "ok", expected, figures=figures)
     if limit == resource.RLIM_INFINITY or limit >= memory:
         return Finding(name, measured, "ok", expected, figures=figures)
@@ -74,10 +74,10 @@ def check_lock_file(path: Path) -> Iterator[Finding]:
         yield Finding("libtpu's lock", measured, "fail", "none, or this user's", advice)
 
 
-def _has_capability(number: int) -> bool:
-    """Return whether a capability is effective for this process. Users other than root may have it without effect."""
+def _may_lock_memory() -> bool:
+    """Return whether `IPC_LOCK` is effective for this process. Users other than root may have it without effect."""
     words = next(line for line in STATUS.read_text().splitlines() if line.startswith("CapEff:")).split()
-    return bool(int(words[1], 16) >> number & 1)
+    return bool(int(words[1], 16) >> _IPC_LOCK & 1)
 
 
 def _look_at_metadata() -> Iterator[Finding]:

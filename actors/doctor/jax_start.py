@@ -44,7 +44,7 @@ def check_start(machine: Machine) -> Iterator[Finding]:
     if first.platform == "cpu" and list_device_files() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         reason = "another process has the chips, or libtpu is older than they are"
         if importlib.util.find_spec("libtpu") is None:
-            reason = "libtpu isn't installed: pip install 'wan-tpu[tpu]'"
+            reason = "libtpu isn't installed: pip install '.[tpu]'"
         raise NoDevices(f"this machine has a TPU ({list_device_files()[0]}), but JAX finds only its CPU; {reason}")
     machine.kind, machine.devices = first.device_kind, len(devices)
     machine.is_rehearsal = first.platform == "cpu"

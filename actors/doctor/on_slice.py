@@ -27,5 +27,4 @@ class DoctorHost:
         return examine_part(part, self._machine), self._machine
 
     def end(self) -> None:
-        """Remove what was written."""
         shutil.rmtree(self._machine.folder, ignore_errors=True)

@@ -123,7 +123,7 @@ def _predict(
     size: Mapping[str, Any],
 ) -> dict[str, dict[str, tuple[float, float]]]:
     """Make the plans: the child's side of `predict`."""
-    from wan_tpu.pricing.planner import Planner
+    from wan_tpu.pricing.planner import SlicePlanner
 
     spec = published_spec(model)
     request, stages = request_of(spec, size), [spec.denoise_stages[0], DECODER]
@@ -132,7 +132,7 @@ def _predict(
     seconds: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in programs}
     for variant, figures in variants.items():
         slice_ = describe_slice(SliceSpec(kind), figures)
-        planner = Planner(model, request, slice_, dtype=DTYPE, cache=Path(folder), report=lambda text: None)
+        planner = SlicePlanner(model, request, slice_, dtype=DTYPE, cache=Path(folder), report=lambda text: None)
         for name in programs:
             [program] = planner.plan(mesh, name, stages).programs
             if program.optimistic is None:

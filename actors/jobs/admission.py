@@ -5,8 +5,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, String, and_, bindparam, func, literal_column, select, true
 from sqlalchemy.orm import Session, aliased
 
-from actors.jobs.errors import QueueFull
-from actors.jobs.tables import ApiKey, Job
+from actors.jobs.errors import QueueFull, StoredTooMuch
+from actors.jobs.tables import ApiKey, File, Job
 from actors.jobs.values import Room
 from wan_tpu.errors import InvalidRequest
 
@@ -37,11 +37,7 @@ def check_room(session: Session, owner: str, segments: int, model: str | None, r
     """Check whether a job of an owner may wait.
 
     Args:
-        session: A transaction.
-        owner: Whose job it is.
-        segments: How many segments it makes.
         model: The model that makes it. Only its jobs take room, and those without a model.
-        room: How many segments may wait.
 
     Raises:
         InvalidRequest: The job has more segments than may ever wait.
@@ -57,6 +53,21 @@ def check_room(session: Session, owner: str, segments: int, model: str | None, r
     own, others = waiting.get(owner, 0), waiting.keys() - {owner}
     if (reason := room.explain_refusal(segments, sum(waiting.values()), own, 1 + len(others))) is not None:
         raise QueueFull(reason)
+
+
+def check_stored(session: Session, owner: str, room: Room) -> None:
+    """Raise `StoredTooMuch` if the files of an owner's jobs take more than they may.
+
+    What has been accepted is made even so: an owner may exceed the limit by the videos that wait.
+    """
+    if room.stored is None:
+        return
+    stored = int(session.scalar(select(func.sum(File.size)).where(File.owner == owner)) or 0)
+    if stored > room.stored:
+        raise StoredTooMuch(
+            f"this key's videos and their inputs take {stored / 1e9:.2f} GB, and may take {room.stored / 1e9:g} GB; "
+            "delete some: that makes room within a minute, and what interrupted attempts have left goes within an hour"
+        )
 
 
 def is_claimable(model: str | None, now: float) -> ColumnElement[bool]:

@@ -1,6 +1,7 @@
 """The connection to SQLite or PostgreSQL: transactions that behave the same on both."""
 
 import contextlib
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -91,7 +92,6 @@ class Database:
         return time.time()
 
     def close(self) -> None:
-        """Close all connections."""
         self._engine.dispose()
 
     @contextlib.contextmanager
@@ -190,7 +190,7 @@ def _make_postgresql_engine(url: URL) -> Engine:
             },
         )
     except ModuleNotFoundError:
-        raise StoreError('PostgreSQL needs its driver: pip install "wan-tpu[postgresql]"') from None
+        raise StoreError('PostgreSQL needs its driver: pip install ".[postgresql]"') from None
 
     @event.listens_for(engine, "connect")
     def configure_connection(connection: Any, _record: Any) -> None:
@@ -222,7 +222,7 @@ def _make_sqlite_engine(url: URL) -> Engine:
     @event.listens_for(engine, "connect")
     def configure_connection(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # Transactions begin below, not where the driver guesses.
-        connection.execute("PRAGMA journal_mode = WAL")  # Readers don't wait for a writer.
+        _use_wal(connection)
         connection.execute("PRAGMA synchronous = FULL")  # Accepted jobs survive a power cut.
 
     @event.listens_for(engine, "begin")
@@ -231,6 +231,19 @@ def _make_sqlite_engine(url: URL) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options()["writes"] else "BEGIN")
 
     return engine
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """Let readers not wait for a writer. SQLite itself doesn't wait here for another process that writes a new file."""
+    give_up = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+        time.sleep(0.02)
 
 
 def _take_first_line(error: DBAPIError) -> str:

@@ -14,11 +14,9 @@ _CLAIM_S = 120.0  # How long a process has to make its call; then another may cl
 
 
 def claim(database: Database, but: Collection[str] = ()) -> Delivery | None:
-    """Claim the delivery that has been due longest, and count the attempt; nobody else can claim it for two minutes.
+    """Claim the delivery that has been due longest, but none of an owner in `but`, and count the attempt.
 
-    Args:
-        database: The service's database.
-        but: Owners whose deliveries are skipped.
+    Nobody else can claim it for two minutes.
     """
     with database.write() as session:
         now = database.now(session)
@@ -42,7 +40,6 @@ def remove(database: Database, delivery: Delivery) -> None:
 
 
 def postpone(database: Database, delivery: Delivery, after_s: float) -> None:
-    """Make a delivery due again later."""
     with database.write() as session:
         due_at = database.now(session) + after_s
         session.execute(update(Delivery).where(Delivery.job_id == delivery.job_id).values(due_at=due_at))

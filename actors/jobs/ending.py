@@ -1,14 +1,16 @@
 """End and delete jobs, and schedule the deletion of their files."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
+from actors.jobs.sharing import withdraw
+from actors.jobs.stored_request import read_redo
 from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.usage import count
-from actors.jobs.values import CANCELLED, DEADLINE, JobSettings, Progress
+from actors.jobs.values import CANCELLED, DEADLINE, PREVIEW, JobSettings, Progress
 from wan_tpu.plan import DECODER
 
 # Error code and message by the reason for which a job was stopped.
@@ -26,7 +28,6 @@ def end(
     *,
     failure: tuple[str, str] | None = None,
     results: dict[str, str] | None = None,
-    warnings: Sequence[str] = (),
 ) -> Job:
     """Record the end of a job and return it. Files that it wrote and that aren't results are scheduled for deletion.
 
@@ -34,20 +35,21 @@ def end(
 
     Args:
         session: A transaction that has locked the job's row.
-        job: The job.
         now: Unix seconds by the database's clock.
         settings: How long the job and its files are kept.
         failure: Error code and message of a job that failed. A job with a `stop_code` always fails with that code.
         results: Names of its results in storage, by variant.
-        warnings: What its owner should know about the video.
     """
     if job.stop_code is not None:
         failure = STOPPED[job.stop_code]
     if failure is None:
-        job.status, job.results, job.warnings = "completed", results or {}, list(warnings)
+        job.status, job.results = "completed", results or {}
         job.progress = dataclasses.replace(job.progress or Progress(stage=DECODER), percent=100.0, eta_s=None)
     else:
         job.status, (job.error_code, job.error_message) = "failed", failure
+        job.results = {variant: name for variant, name in job.results.items() if variant == PREVIEW}
+        if (redo := read_redo(job.request)) is not None:
+            withdraw(session, job.id, redo.files)
     job.lease_token = job.lease_expires_at = None
     job.ended_at, job.expires_at = now, now + settings.ended_s
     count(session, job, now)

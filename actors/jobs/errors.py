@@ -19,6 +19,10 @@ class QueueFull(JobError):
     """The queue holds as many jobs as it may."""
 
 
+class StoredTooMuch(JobError):
+    """The files of the owner's jobs take as much storage as they may."""
+
+
 class JobUnfinished(JobError):
     """The operation needs a job that has ended."""
 

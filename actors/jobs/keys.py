@@ -28,24 +28,17 @@ _NO_HASH = "0" * 64  # Unknown keys are compared with this, so that checking the
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyLimits:
-    """The scopes and limits of a key; None means that it has no limit of its own.
+    """The scopes and limits of a key; None means that it has no limit of its own."""
 
-    Attributes:
-        scopes: "make": make and delete videos; "read": see one's own; "operate": see, cancel and delete
-            everybody's; "admin": make and revoke keys.
-        requests_per_minute: How many requests it may send, on average, and for how many segments it may ask.
-        waiting: How many segments of its jobs may wait at a time; most jobs have one.
-        running: How many of its jobs may run at a time.
-        priority: The highest priority that it may request.
-        days: For how many days from now the key is valid.
-    """
-
+    # "make": make and delete videos; "read": see one's own; "operate": see, cancel and delete everybody's; "admin":
+    # make and revoke keys.
     scopes: tuple[str, ...] = (MAKE, READ)
+    # How many requests it may send, on average, and for how many segments it may ask.
     requests_per_minute: float | None = None
-    waiting: int | None = None
-    running: int | None = None
+    waiting: int | None = None  # How many segments of its jobs may wait at a time; most jobs have one.
+    running: int | None = None  # How many of its jobs may run at a time.
     priority: int = 0
-    days: float | None = None
+    days: float | None = None  # For how many days from now the key is valid.
 
     def __post_init__(self) -> None:
         """Raise `InvalidInput` for values out of range."""
@@ -89,8 +82,6 @@ def limit_key(database: Database, id_or_name: str, changes: Mapping[str, Any]) -
     """Change limits of a key. Services apply them within a second.
 
     Args:
-        database: The service's database.
-        id_or_name: Which key.
         changes: New values by field of `KeyLimits`, already validated.
 
     Raises:

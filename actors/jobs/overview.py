@@ -22,20 +22,15 @@ MAX_FAILED = 50
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Queue:
-    """The jobs of an owner for one model, of one priority, that wait or run.
-
-    Attributes:
-        segments: Segments that those that wait have left.
-        oldest_s: How long the oldest of those that wait has waited; 0 if none does.
-    """
+    """The jobs of an owner for one model, of one priority, that wait or run."""
 
     owner: str
     model: str | None
     priority: int
     waiting: int = 0
     running: int = 0
-    segments: int = 0
-    oldest_s: float = 0.0
+    segments: int = 0  # Segments that those that wait have left.
+    oldest_s: float = 0.0  # How long the oldest of those that wait has waited; 0 if none does.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +48,6 @@ class Running:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failed:
-    """A job that has failed."""
-
     id: str
     owner: str
     attempts: int
@@ -65,27 +58,17 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overview:
-    """The state of all jobs, and of those that ended within a day.
+    """The state of all jobs, and of those that ended within a day."""
 
-    Attributes:
-        now: Unix seconds by the database's clock.
-        failures: How many failed, by error code.
-        failed: The latest of them.
-        completed: How many completed.
-        seconds: How long those took on average, from the start of their last attempt.
-        chip_seconds: What all that ended computed, in seconds of one chip.
-        dollars: What that cost, where prices are known.
-    """
-
-    now: float
+    now: float  # Unix seconds by the database's clock.
     queues: list[Queue]
     running: list[Running]
-    failures: dict[str, int]
-    failed: list[Failed]
+    failures: dict[str, int]  # How many failed, by error code.
+    failed: list[Failed]  # The latest of them.
     completed: int
-    seconds: float | None
-    chip_seconds: float
-    dollars: float
+    seconds: float | None  # How long those took on average, from their first start.
+    chip_seconds: float  # What all that ended computed, in seconds of one chip.
+    dollars: float  # What that cost, where prices are known.
 
 
 def read_overview(database: Database) -> Overview:
@@ -147,33 +130,17 @@ def _read_queues(session: Session, now: float) -> list[Queue]:
 
 
 def _read_running(session: Session, now: float) -> list[Running]:
-    columns = (Job.id, Job.owner, Job.priority, Job.attempts, Job.worker, Job.progress, Job.started_at)
-    query = select(*columns).where(Job.status == "in_progress").order_by(Job.sequence).limit(MAX_RUNNING)
+    names = ("id", "owner", "priority", "attempts", "worker", "progress")
+    columns = (getattr(Job, name) for name in names)
+    query = select(Job.started_at, *columns).where(Job.status == "in_progress").order_by(Job.sequence)
     return [
-        Running(
-            id=row.id,
-            owner=row.owner,
-            priority=row.priority,
-            attempts=row.attempts,
-            worker=row.worker,
-            progress=row.progress,
-            seconds=max(0.0, now - (row.started_at or now)),
-        )
-        for row in session.execute(query)
+        Running(seconds=max(0.0, now - (start or now)), **dict(zip(names, values, strict=True)))
+        for start, *values in session.execute(query.limit(MAX_RUNNING))
     ]
 
 
 def _read_failed(session: Session, which: Select[Any]) -> list[Failed]:
-    columns = (Job.id, Job.owner, Job.attempts, Job.error_code, Job.error_message, Job.ended_at)
-    query = select(*columns).where(Job.sequence.in_(which)).order_by(Job.ended_at.desc()).limit(MAX_FAILED)
-    return [
-        Failed(
-            id=row.id,
-            owner=row.owner,
-            attempts=row.attempts,
-            code=row.error_code or "",
-            message=row.error_message or "",
-            ended_at=row.ended_at,
-        )
-        for row in session.execute(query)
-    ]
+    reason = (func.coalesce(Job.error_code, "").label("code"), func.coalesce(Job.error_message, "").label("message"))
+    query = select(Job.id, Job.owner, Job.attempts, *reason, Job.ended_at).where(Job.sequence.in_(which))
+    rows = session.execute(query.order_by(Job.ended_at.desc()).limit(MAX_FAILED))
+    return [Failed(**row._mapping) for row in rows]

@@ -15,9 +15,8 @@ log = logging.getLogger(__name__)
 
 _BATCH = 100  # Jobs or files handled in one transaction.
 _RETRY_S = 60.0  # Pause before another attempt at a file that couldn't be removed.
-_REMOVING = (
-    1.0  # The `delete_at` of a file that is being removed: due, however clocks are set, so that no job takes it.
-)
+# The `delete_at` of a file that is being removed: long ago, so it is due by every clock, and no job takes it.
+_REMOVING = 1.0
 
 
 class Retention:
@@ -26,11 +25,16 @@ class Retention:
     def __init__(self, database: Database, storage: Storage, settings: JobSettings = JobSettings()) -> None:  # noqa: B008 (frozen)
         self._database, self._storage, self._settings = database, storage, settings
 
-    def reserve(self, name: str) -> None:
-        """Record an upload's name before it is written. The file is removed unless it becomes a job's input in time."""
+    def reserve(self, name: str, owner: str, size: int) -> None:
+        """Record an upload's name before it is written. The file is removed unless it becomes a job's input in time.
+
+        Args:
+            owner: The id of the key that sends it.
+            size: Its bytes, which count as stored from now on.
+        """
         with self._database.write() as session:
             delete_at = self._database.now(session) + self._settings.abandoned_s
-            session.add(File(name=name, delete_at=delete_at))
+            session.add(File(name=name, owner=owner, size=size, delete_at=delete_at))
 
     def release(self, name: str) -> bool:
         """Remove an upload that no job uses; return False if a job uses it, or if it can only be removed later.

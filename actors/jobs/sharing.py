@@ -4,7 +4,9 @@ A shared file belongs to no job (`File.job` is `SHARED`), so no end, deletion or
 not even one by an earlier version. It is scheduled once every job that has a share in it is gone.
 """
 
-from sqlalchemy import delete, exists, select
+from collections.abc import Sequence
+
+from sqlalchemy import delete, exists, select, update
 from sqlalchemy.orm import Session
 
 from actors.jobs.database import Database
@@ -33,6 +35,12 @@ def share(session: Session, name: str, job: Job) -> None:
         session.add(FileShare(name=name, job=file.job))
         file.job = SHARED
     session.add(FileShare(name=name, job=job.id))
+
+
+def withdraw(session: Session, job: str, names: Sequence[str]) -> None:
+    """End a job's share in files before its row is deleted; `expire_unshared` finds that nobody has the share."""
+    own = (FileShare.job == job) & FileShare.name.in_(names)
+    session.execute(update(FileShare).where(own).values(job=f"-{job}"))
 
 
 def expire_unshared(database: Database) -> int:

@@ -11,14 +11,14 @@ from typing import Literal, get_args
 from sqlalchemy import Select, Text, cast, func, select
 from sqlalchemy.orm import Session
 
-from actors.jobs.admission import OF_MODEL, QUEUED, RUNNING, check_room, choose_round
+from actors.jobs.admission import OF_MODEL, QUEUED, RUNNING, check_room, check_stored, choose_round
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, delete_for_owner, end
 from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished
 from actors.jobs.migrations.migrate import migrate
 from actors.jobs.queries import BY_ID, BY_ID_WITH_POSITION, PRIVATE, WITH_POSITION, Turn, find_earlier, select_repeated
 from actors.jobs.sharing import share
-from actors.jobs.stored_request import count_segments
+from actors.jobs.stored_request import count_made_segments
 from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
 
@@ -70,8 +70,6 @@ class JobStore:
         Args:
             job: The job, without the fields that the queue sets.
             shared: Those of its inputs that are files of another job. Both need them from now on.
-            webhook_url: Called when the job has ended.
-            room: How many segments may wait.
 
         Raises:
             FileGone: A file of another job is gone.
@@ -85,7 +83,7 @@ class JobStore:
             if earlier is not None:
                 _check_body(earlier, job.body_digest)
                 return earlier, False
-            job.segments_left = count_segments(job.request)
+            job.segments_left = count_made_segments(job.request)
             check_room(session, job.owner, job.segments_left, job.model, room)
             job.created_at = self._database.now(session)
             job.round = choose_round(session, job.owner, job.priority, job.model, job.created_at)
@@ -102,10 +100,16 @@ class JobStore:
     def check_room(
         self, owner: str, idempotency_key: str | None, room: Room, model: str | None, segments: int = 1
     ) -> None:
-        """Raise what `submit` would if there is no room for a job. One that was accepted before always has room."""
+        """Raise what `submit` would if there is no room for a job. One that was accepted before always has room.
+
+        Raises:
+            StoredTooMuch: The owner's files take too much storage. `submit` doesn't look, because a sum over many rows
+                would hold up everybody's jobs.
+        """
         with self._database.read() as session:
             if find_earlier(session, owner, idempotency_key) is None:
                 check_room(session, owner, segments, model, room)
+                check_stored(session, owner, room)
 
     def find_committed(self, job: str) -> Job | None:
         """Return a job if the commit that accepts it succeeded but its answer was lost; None if it certainly failed.
@@ -123,9 +127,7 @@ class JobStore:
         """Return the job that was accepted for the same request before, if any.
 
         Args:
-            owner: Whose request it is.
             idempotency_key: Names the request, if the client sent one.
-            body_digest: Of the request's body.
             is_retry: Whether the client says that it repeats the request, as clients do automatically after an error. A
                 recent job with the same body then counts as this request's even without a key, unless it has failed or
                 was cancelled. The job is then shared: more than one request may wait for it.
@@ -177,9 +179,7 @@ class JobStore:
         Args:
             owner: Whose jobs; None for everybody's.
             after: The id of the job before the page, which may be deleted by now.
-            limit: The most jobs to return.
             order: "desc" for the newest first, "asc" for the oldest first.
-            status: Return only jobs with this status.
 
         Raises:
             JobNotFound: There is no job `after`.
@@ -244,7 +244,10 @@ class JobStore:
             delete_for_owner(session, row, self._database.now(session), self._settings)
 
     def list_recent(self, limit: int, known: Mapping[str, Job] = MappingProxyType({})) -> tuple[Job, ...]:
-        """Return the latest completed jobs of all owners, the latest first. Those `known` by id aren't read again."""
+        """Return the latest completed jobs of all owners, the latest first: by expiry, as all are kept equally long.
+
+        Those `known` by id aren't read again.
+        """
         latest = select(Job.id).where(Job.status == "completed", Job.expires_at.is_not(None))
         with self._database.read() as session:
             ids = session.scalars(latest.order_by(Job.expires_at.desc()).limit(limit)).all()
@@ -261,7 +264,6 @@ class JobStore:
         return tuple(Turn(*row) for row in running_rows), tuple(Turn(*row) for row in waiting_rows)
 
     def count_jobs(self) -> Counts:
-        """Count jobs by status and failure."""
         with self._database.read() as session:
             groups = session.execute(
                 select(Job.status, Job.error_code, func.count())

@@ -17,14 +17,15 @@ from sqlalchemy.orm import (
     relationship,
 )
 
-from actors.jobs.stored_request import read_stored, to_stored
+from actors.jobs.stored_request import read_redo, read_stored, to_stored
 from actors.jobs.values import Progress, Status, make_id
 
 
 class Table(MappedAsDataclass, DeclarativeBase):
-    """The base class of all tables."""
-
     type_annotation_map: ClassVar = {float: Float}  # SQLAlchemy would use Double otherwise.
+
+
+_COMPILES = ", compiling"  # At the end of a stored progress' stage while its slice compiles.
 
 
 class _ProgressColumn(TypeDecorator[Progress]):
@@ -32,10 +33,20 @@ class _ProgressColumn(TypeDecorator[Progress]):
     cache_ok = True
 
     def process_bind_param(self, value: Progress | None, dialect: Dialect) -> dict[str, Any] | None:
-        return None if value is None else dataclasses.asdict(value)
+        if value is None:
+            return None
+        stored = dict(vars(value))
+        # An earlier version, which may run beside this one during an upgrade, reads no other keys: it shows this stage.
+        if stored.pop("compiles"):
+            stored["stage"] += _COMPILES
+        return stored
 
     def process_result_value(self, value: dict[str, Any] | None, dialect: Dialect) -> Progress | None:
-        return None if value is None else Progress(**value)
+        if value is None:
+            return None
+        known = {field.name: value[field.name] for field in dataclasses.fields(Progress) if field.name in value}
+        stage = known["stage"].removesuffix(_COMPILES)
+        return Progress(**known | {"stage": stage, "compiles": stage != known["stage"]})
 
 
 class _RequestColumn(TypeDecorator[dict[str, Any]]):
@@ -50,49 +61,11 @@ class _RequestColumn(TypeDecorator[dict[str, Any]]):
 
 
 class Job(Table, kw_only=True):
-    """A job. Whoever submits it sets its owner, its request and the client's other choices; the queue sets the rest.
-
-    Attributes:
-        sequence: Increases in the order in which jobs are accepted.
-        owner: Id of the API key that the job belongs to; "" if the service has no keys.
-        request: The accepted request as plain JSON. It holds text from clients, so no query looks into it. It has the
-            fields of a resolved `wan_tpu.request.GenerationRequest` except images, with adapters by name, and those of
-            `stored_request.BESIDE`.
-        model: Name of the model that the job was accepted for; None if a program before schema 0004 accepted it.
-        input_image: Name of the first frame in storage, recorded with `Retention.reserve` before it was written.
-        input_last_image: The same for the last frame.
-        input_video: The same for the video that the new video begins as or, if the request has `source_frames`, that it
-            continues.
-        segments: Names in storage of its finished segments, in order, if it makes several (`next_prompts`). A later
-            attempt begins after them. Their files are deleted once the job has ended.
-        segments_end: The same for the last frame of the newest of them (PNG), which the next one begins with.
-        made: The same for what its last segment has become, by variant; None until that is stored. All that is left
-            then is to join the segments and to make previews. Versions before schema 0008 make that segment again.
-        segments_left: How many segments are still to be made. Limits and turns count them.
-        priority: Jobs of higher priority are claimed first; owners of equal priority take turns (round-robin).
-        round: Number of the turn in that round-robin: in each round one job of every owner is claimed.
-        deadline: A job that hasn't ended by then fails with code "deadline_exceeded".
-        idempotency_key: A request of the same owner with the same key and body refers to the same job.
-        body_digest: Digest of the body that the client sent, for that comparison.
-        attempts: How often the job was claimed.
-        losses: How often its worker was lost.
-        stop_code: Why a running job must stop ("cancelled", "deadline_exceeded"), if it must.
-        results: Names of the results in storage by variant ("video", "thumbnail", ...).
-        warnings: What the owner should know about the video, such as that a prompt was cut.
-        stage_seconds: Measured seconds by stage, summed over attempts, as a worker last reported them.
-        dollars: Cost of the chip-seconds, where prices are known.
-        watched_at: When a client was last known to watch the video while it is decoded. Ingresses renew it, and
-            fragments are stored only for as long as they do.
-        fragments: How often a fragment was stored, or reused by a later run. It changes with each, so that clients see
-            news. None before the first one, and after one couldn't be stored: nobody can go on watching then.
-        remixed_from: Id of the job whose request this one repeats with another prompt.
-        expires_at: When the job and its files are removed.
-        deleted_at: When the owner deleted the job. It is hidden from then on, but lists can still continue after it.
-        position: Number of waiting jobs ahead of it; None if it doesn't wait, or if the query didn't ask for it.
-    """
+    """A job. Whoever submits it sets its owner, its request and the client's other choices; the queue sets the rest."""
 
     __tablename__ = "jobs"
 
+    # Increases in the order in which jobs are accepted.
     sequence: Mapped[int] = mapped_column(
         BigInteger().with_variant(Integer, "sqlite"),  # SQLite increments only columns of exactly this type.
         primary_key=True,
@@ -100,44 +73,73 @@ class Job(Table, kw_only=True):
         default=None,
     )
     id: Mapped[str] = mapped_column(String(64), unique=True, default_factory=make_id)
+    # Id of the API key that the job belongs to; "" if the service has no keys.
     owner: Mapped[str] = mapped_column(String(64))
     status: Mapped[Status] = mapped_column(String(16), default="queued")
+    # The accepted request as plain JSON. It holds text from clients, so no query looks into it. It has the fields of a
+    # resolved `wan_tpu.request.GenerationRequest` except images, with adapters by name, and those of
+    # `stored_request.JOB_FIELDS`.
     request: Mapped[dict[str, Any]] = mapped_column(_RequestColumn)
+    # Name of the model that the job was accepted for; None if a program before schema 0004 accepted it.
     model: Mapped[str | None] = mapped_column(String(200), default=None)
+    # Name of the first frame in storage, recorded with `Retention.reserve` before it was written.
     input_image: Mapped[str | None] = mapped_column(Text, default=None)
-    input_last_image: Mapped[str | None] = mapped_column(Text, default=None)
+    input_last_image: Mapped[str | None] = mapped_column(Text, default=None)  # The same for the last frame.
+    # The same for the video that the new video begins as or, if the request has `source_frames`, that it continues.
     input_video: Mapped[str | None] = mapped_column(Text, default=None)
+    # Names in storage of its finished segments, in order, if it makes several (`next_prompts`). A later attempt begins
+    # after them. Their files are deleted once the job has ended.
     segments: Mapped[list[str]] = mapped_column(JSON, default_factory=list)
+    # The same for the last frame of the newest of them (PNG), which the next one begins with.
     segments_end: Mapped[str | None] = mapped_column(Text, default=None)
-    made: Mapped[dict[str, str] | None] = mapped_column(JSON(none_as_null=True), default=None)
+    # The same for what its last segment has become, by variant; None until that is stored. All that is left then is to
+    # join the segments and to make thumbnails. Versions before schema 0008 make that segment again.
+    last_segment: Mapped[dict[str, str] | None] = mapped_column("made", JSON(none_as_null=True), default=None)
+    # How many segments are still to be made. Limits and turns count them.
     segments_left: Mapped[int] = mapped_column(default=1, server_default="1")
+    # Jobs of higher priority are claimed first; owners of equal priority take turns (round-robin).
     priority: Mapped[int] = mapped_column(default=0)
+    # Number of the turn in that round-robin: in each round one job of every owner is claimed.
     round: Mapped[int] = mapped_column(BigInteger, default=0)
+    # A job that hasn't ended by then fails with code "deadline_exceeded".
     deadline: Mapped[float | None] = mapped_column(default=None)
+    # A request of the same owner with the same key and body refers to the same job.
     idempotency_key: Mapped[str | None] = mapped_column(String(255), default=None)
+    # Digest of the body that the client sent, for that comparison.
     body_digest: Mapped[str] = mapped_column(String(64), default="")
     error_code: Mapped[str | None] = mapped_column(String(64), default=None)
     error_message: Mapped[str | None] = mapped_column(Text, default=None)
+    # Why a running job must stop ("cancelled", "deadline_exceeded"), if it must.
     stop_code: Mapped[str | None] = mapped_column(String(64), default=None)
     progress: Mapped[Progress | None] = mapped_column(_ProgressColumn, default=None)
-    attempts: Mapped[int] = mapped_column(default=0)
-    losses: Mapped[int] = mapped_column(default=0)
+    attempts: Mapped[int] = mapped_column(default=0)  # How often the job was claimed.
+    losses: Mapped[int] = mapped_column(default=0)  # How often its worker was lost.
     worker: Mapped[str | None] = mapped_column(String(255), default=None)
     lease_token: Mapped[str | None] = mapped_column(String(64), default=None, repr=False)
     lease_expires_at: Mapped[float | None] = mapped_column(default=None)
+    # Names of the results in storage by variant ("video", "thumbnail", ...).
     results: Mapped[dict[str, str]] = mapped_column(JSON, default_factory=dict)
+    # What the owner should know about the video, such as that a prompt was cut.
     warnings: Mapped[list[str]] = mapped_column(JSON, default_factory=list)
+    # Measured seconds by stage, summed over attempts, as a worker last reported them.
     stage_seconds: Mapped[dict[str, float]] = mapped_column(JSON, default_factory=dict)
     chip_seconds: Mapped[float] = mapped_column(default=0.0)
-    dollars: Mapped[float] = mapped_column(default=0.0)
+    dollars: Mapped[float] = mapped_column(default=0.0)  # Cost of the chip-seconds, where prices are known.
+    # Id of the job whose request this one repeats with another prompt.
     remixed_from: Mapped[str | None] = mapped_column(String(64), default=None)
+    # When a client was last known to watch the video while it is decoded. Ingresses renew it, and fragments are stored
+    # only for as long as they do.
     watched_at: Mapped[float | None] = mapped_column(default=None)
+    # Counts fragments that were stored, or reused by a later run. A change tells followers that there is a new one. It
+    # is None before the first, and from a failure to store one until another attempt stores its first.
     fragments: Mapped[int | None] = mapped_column(default=None)
     created_at: Mapped[float] = mapped_column(default=0.0)
     started_at: Mapped[float | None] = mapped_column(default=None)
     ended_at: Mapped[float | None] = mapped_column(default=None)
-    expires_at: Mapped[float | None] = mapped_column(default=None)
+    expires_at: Mapped[float | None] = mapped_column(default=None)  # When the job and its files are removed.
+    # When the owner deleted the job. It is hidden from then on, but lists can still continue after it.
     deleted_at: Mapped[float | None] = mapped_column(default=None)
+    # Number of waiting jobs ahead of it; None if it doesn't wait, or if the query didn't ask for it.
     position: Mapped[int | None] = query_expression()
 
     # Numbers are never reused, so that pages stay in order after deletions.
@@ -146,14 +148,22 @@ class Job(Table, kw_only=True):
     @property
     def inputs(self) -> list[str]:
         """Names of the input images and videos in storage."""
-        names = (self.input_image, self.input_last_image, self.input_video)
+        references, redo = self.request.get("reference_files", ()), read_redo(self.request)
+        taken = () if redo is None else redo.files
+        names = (self.input_image, self.input_last_image, self.input_video, *references, *taken)
+        names = (*names, self.request.get("end_file"))
         return [name for name in names if name is not None]
 
     @property
     def needed_files(self) -> list[str]:
         """Names of the files in storage that the next attempt needs."""
         last_frame = [] if self.segments_end is None else [self.segments_end]
-        return [*self.inputs, *self.segments, *last_frame, *(self.made or {}).values()]
+        return [*self.inputs, *self.segments, *last_frame, *(self.last_segment or {}).values(), *self.results.values()]
+
+    @property
+    def finished_segments(self) -> int:
+        """How many of its segments are stored."""
+        return len(self.segments) + (self.last_segment is not None)
 
     @property
     def has_ended(self) -> bool:
@@ -193,11 +203,15 @@ class File(Table, kw_only=True):
     name: Mapped[str] = mapped_column(String(255), primary_key=True)
     job: Mapped[str | None] = mapped_column(String(64), default=None)
     attempt: Mapped[int | None] = mapped_column(default=None)
+    # Id of the API key whose request caused it; "" without keys. None if a program before schema 0009 recorded it.
+    owner: Mapped[str | None] = mapped_column(String(64), default=None)
+    size: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")  # Bytes.
     delete_at: Mapped[float | None] = mapped_column(default=None)
 
 
 Index("files_of_job", File.job)
 Index("files_delete", File.delete_at)
+Index("files_of_owner", File.owner, File.size)  # What a key's files take is summed from this index alone.
 
 
 class FileShare(Table, kw_only=True):
@@ -210,40 +224,29 @@ class FileShare(Table, kw_only=True):
 
 
 class StoredFragment(Table, kw_only=True):
-    """A fragment of a video whose file is complete in storage. All fragments of a run, in order, are one mp4.
-
-    Attributes:
-        name: Name of its file, which `File` has as well, and which is removed with this row.
-        run: Counts the decodings in an attempt, as `actors.engine.Fragment` does.
-        number: Counts the fragments from the video's beginning on, over all of its parts.
-        digest: SHA-256 of its bytes, in hex.
-    """
+    """A fragment of a video whose file is complete in storage. All fragments of a run, in order, are one mp4."""
 
     __tablename__ = "fragments"
 
+    # Name of its file, which `File` has as well, and which is removed with this row.
     name: Mapped[str] = mapped_column(String(255), primary_key=True)
     job: Mapped[str] = mapped_column(String(64))
     attempt: Mapped[int] = mapped_column()
-    run: Mapped[int] = mapped_column()
-    number: Mapped[int] = mapped_column()
-    digest: Mapped[str] = mapped_column(String(64))
+    run: Mapped[int] = mapped_column()  # Counts the decodings in an attempt, as `actors.engine.Fragment` does.
+    number: Mapped[int] = mapped_column()  # Counts the fragments from the video's beginning on, over all of its parts.
+    digest: Mapped[str] = mapped_column(String(64))  # SHA-256 of its bytes, in hex.
 
 
 Index("fragments_of_run", StoredFragment.job, StoredFragment.attempt, StoredFragment.run, StoredFragment.number)
 
 
 class CheckIn(Table, kw_only=True):
-    """The latest check-in of a service's process (`actors.jobs.check_ins`).
-
-    Attributes:
-        kind: "ingress" or "worker".
-        metrics: The process's metrics in Prometheus's text format.
-    """
+    """The latest check-in of a service's process (`actors.jobs.check_ins`)."""
 
     __tablename__ = "heartbeats"  # Its first name: processes of two versions share the table during an upgrade.
 
     name: Mapped[str] = mapped_column(String(255), primary_key=True)
-    kind: Mapped[str] = mapped_column(String(32))
+    kind: Mapped[str] = mapped_column(String(32))  # "ingress" or "worker".
     metrics: Mapped[str] = mapped_column(Text)
     received_at: Mapped[float] = mapped_column(default=0.0, compare=False)  # Set when it is recorded.
 
@@ -266,33 +269,25 @@ Index("deliveries_due", Delivery.due_at)
 
 
 class ApiKey(Table, kw_only=True):
-    """An API key. Revoked keys stay as rows, so that a database that ever had a key goes on requiring one.
-
-    Attributes:
-        id: 16 hex digits; the owner of the key's jobs.
-        name: A name for people.
-        secret_hash: SHA-256 of the secret, in hex.
-        requests_per_minute: The most requests it may send, on average; None for no limit.
-        scopes: What the key may do, comma-separated: some of `keys.SCOPES`.
-        waiting: How many of its jobs may wait; None for the service's share of the queue.
-        running: How many of its jobs may run at a time; None for no limit.
-        priority: The highest priority that it may request.
-        expires_at: When the key expires; None for never.
-        revoked_at: When the key was revoked; None while it is in force.
-    """
+    """An API key. Revoked keys stay as rows, so that a database that ever had a key goes on requiring one."""
 
     __tablename__ = "api_keys"
 
-    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)  # 16 hex digits; the owner of the key's jobs.
     name: Mapped[str] = mapped_column(String(64))
-    secret_hash: Mapped[str] = mapped_column(String(64))
+    secret_hash: Mapped[str] = mapped_column(String(64))  # SHA-256 of the secret, in hex.
+    # The most requests it may send, on average; None for no limit.
     requests_per_minute: Mapped[float | None] = mapped_column(default=None)
+    # What the key may do, comma-separated: some of `keys.SCOPES`.
     scopes: Mapped[str] = mapped_column(String(64), default="make,read")
+    # How many of its jobs may wait; None for the service's share of the queue.
     waiting: Mapped[int | None] = mapped_column(default=None)
+    # How many of its jobs may run at a time; None for no limit.
     running: Mapped[int | None] = mapped_column(default=None)
     priority: Mapped[int] = mapped_column(default=0)
-    expires_at: Mapped[float | None] = mapped_column(default=None)
+    expires_at: Mapped[float | None] = mapped_column(default=None)  # When the key expires; None for never.
     created_at: Mapped[float] = mapped_column(default=0.0)  # Set when it is recorded.
+    # When the key was revoked; None while it is in force.
     revoked_at: Mapped[float | None] = mapped_column(default=None)
 
 

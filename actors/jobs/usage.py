@@ -1,6 +1,9 @@
-"""Usage by API key: counted when a job ends, and kept after the job is gone."""
+"""Usage by API key: counted when a job ends, and kept after the job is gone; and what its files take now."""
 
 import datetime
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import func, select
@@ -8,7 +11,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from actors.jobs.database import Database
-from actors.jobs.tables import Job, Usage
+from actors.jobs.tables import File, Job, Usage
+
+_SUM_EVERY_S = 60.0
 
 
 def count(session: Session, job: Job, now: float) -> None:
@@ -33,7 +38,6 @@ def read_usage(
     """Return the usage of each key over a range of days, by the key's id.
 
     Args:
-        database: The service's database.
         owner: The id of the only key that is wanted; None for all keys.
         first: The first day that counts, such as "2026-11-25", in UTC.
         last: The last day that counts.
@@ -44,3 +48,30 @@ def read_usage(
         query = query.where(Usage.owner == owner)
     with database.read() as session:
         return {row.owner: Usage(day="", **row._asdict()) for row in session.execute(query)}
+
+
+def read_stored(database: Database, owner: str | None = None) -> dict[str, int]:
+    """Return how many bytes the files of each key's jobs take in storage, by the key's id; None for all keys."""
+    whose = File.owner.is_not(None) if owner is None else File.owner == owner
+    query = select(File.owner, func.sum(File.size)).where(whose).group_by(File.owner)
+    with database.read() as session:
+        return {key: int(size) for key, size in session.execute(query) if key is not None}
+
+
+class StoredBytes:
+    """What the files of each key's jobs take, for pages that look every few seconds: a sum reads a row a file."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
+        """Sum nothing yet; `clock` returns seconds."""
+        self._database, self._clock = database, clock
+        self._lock = threading.Lock()
+        self._sums: dict[str, int] = {}
+        self._summed_at: float | None = None
+
+    def read(self) -> dict[str, int]:
+        """Return the bytes by the key's id. They are up to a minute old."""
+        with self._lock:
+            now = self._clock()
+            if self._summed_at is None or now - self._summed_at >= _SUM_EVERY_S:
+                self._sums, self._summed_at = read_stored(self._database), now
+            return self._sums

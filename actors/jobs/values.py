@@ -37,41 +37,35 @@ def is_id(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """How long jobs and files are kept.
+    """How long jobs and files are kept."""
 
-    Attributes:
-        ended_s: How long a job and its results are kept after it has ended.
-        abandoned_s: How long a file is kept that probably nobody needs any more: an upload that became no job, or a
-            lost worker's output. It is long, since a worker that hangs may still write the files it has announced.
-    """
-
-    ended_s: float = 7 * 86400
+    ended_s: float = 7 * 86400  # How long a job and its results are kept after it has ended.
+    # How long a file is kept that probably nobody needs any more: an upload that became no job, or a lost worker's
+    # output. It is long, since a worker that hangs may still write the files it has announced.
     abandoned_s: float = 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Room:
-    """How many segments may wait, in total (`queue`) and of one owner; None for any number. Most jobs have one.
+    """What a new job must leave room for: segments that wait, and files. Most jobs have one segment.
 
-    When the queue is full, an owner that has few segments in it may still add more, up to half of an equal share among
-    all owners that have jobs waiting.
+    `queue` and `owner` are how many segments may wait, in total and of one owner; None for any number. Even in
+    a full queue, an owner may have as many waiting as half of the queue divided by the number of owners that wait.
     """
 
     queue: int | None = None
     owner: int | None = None
+    stored: int | None = None  # How many bytes the files of the owner's jobs may take; None for any number.
 
     @property
     def limits(self) -> list[int]:
-        """The limits that there are."""
         return [limit for limit in (self.queue, self.owner) if limit is not None]
 
     def explain_refusal(self, segments: int, waiting: int, owner_waiting: int, owners: int) -> str | None:
         """Return why a job may not wait, or None if it may.
 
         Args:
-            segments: How many segments the job makes.
             waiting: Segments that wait, in total.
-            owner_waiting: Segments of this owner that wait.
             owners: How many owners have jobs waiting, this one included.
         """
         counted = "each segment of a video counts as one" + (f"; this video has {segments}" if segments > 1 else "")
@@ -85,31 +79,21 @@ class Room:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a job has got: its stage, the last finished step, and percent weighted by measured time.
-
-    Attributes:
-        eta_s: Seconds that were left when this was reported; None if that isn't known yet.
-    """
+    """How far a job has got: its stage, the last finished step, and percent weighted by measured time."""
 
     stage: str
     step: int = 0
     steps: int = 0
     percent: float = 0.0
-    eta_s: float | None = None
+    eta_s: float | None = None  # Seconds that were left when this was reported; None if that isn't known yet.
+    compiles: bool = False  # Whether its slice is compiling a program for it, so that nothing else happens.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The state of all jobs, for metrics and admission.
-
-    Attributes:
-        by_status: Number of jobs by status.
-        failures: Number of failed jobs by error code.
-        oldest_queued_s: How long the oldest queued job has waited; 0 if none waits.
-        files_pending_deletion: Files that are due for deletion, now or later.
-    """
+    """The state of all jobs, for metrics and admission."""
 
     by_status: dict[Status, int]
-    failures: dict[str, int]
-    oldest_queued_s: float
-    files_pending_deletion: int
+    failures: dict[str, int]  # Number of failed jobs by error code.
+    oldest_queued_s: float  # How long the oldest queued job has waited; 0 if none waits.
+    files_pending_deletion: int  # Files that are due for deletion, now or later.

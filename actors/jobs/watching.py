@@ -35,19 +35,13 @@ class FragmentRow(NamedTuple):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StoredRun:
-    """The stored fragments of one run. They are read once for all who watch, and only ever added to.
-
-    Attributes:
-        attempt: The job's attempt.
-        run: The run of that attempt.
-        rows: Its fragments from the video's first one on, without a gap.
-        has_gap: Whether there are others, after one that was removed.
-    """
+    """The stored fragments of one run. They are read once for all who watch, and only ever added to."""
 
     attempt: int
     run: int
+    # Its fragments from the video's first one on, without a gap.
     rows: list[FragmentRow] = dataclasses.field(default_factory=list)
-    has_gap: bool = False
+    has_gap: bool = False  # Whether there are others, after one that was removed.
 
     def add(self, rows: Iterable[FragmentRow]) -> None:
         """Add the fragments that follow, sorted by number."""
@@ -60,25 +54,16 @@ class StoredRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched:
-    """The part of a job that its watchers need.
+    """The part of a job that its watchers need."""
 
-    Attributes:
-        status: As in `Job`.
-        attempts: As in `Job`.
-        fragments: As in `Job`. It changes whenever `stored` does.
-        video: Name of the finished file; None until the job has completed.
-        stored: The latest run of the latest attempt that has stored fragments; None without any.
-    """
-
-    status: Status
-    attempts: int
-    fragments: int | None
-    video: str | None = None
-    stored: StoredRun | None = None
+    status: Status  # As in `Job`.
+    attempts: int  # As in `Job`.
+    fragments: int | None  # As in `Job`. It changes whenever `stored` does.
+    video: str | None = None  # Name of the finished file; None until the job has completed.
+    stored: StoredRun | None = None  # The latest run of the latest attempt that has stored fragments; None without any.
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job has completed or failed."""
         return self.status not in _UNENDED
 
 
@@ -110,7 +95,6 @@ def look_at_watched(database: Database, jobs: Mapping[str, Watched]) -> dict[str
     """Return the jobs with the given ids as they are now, except those that don't exist; keep them watched.
 
     Args:
-        database: The database.
         jobs: The jobs as they were seen last, by id. Of their fragments only new ones are read.
     """
     seen: dict[str, Watched] = {}

@@ -4,17 +4,18 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
-from sqlalchemy import bindparam, func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import Select, bindparam, func, select, update
+from sqlalchemy.orm import Session, defer
 
 from actors.jobs.admission import OWNERS_AT_LIMIT, QUEUED, RUNNING, is_claimable
 from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
 from actors.jobs.keys import PRIORITIES
-from actors.jobs.stored_request import count_segments
+from actors.jobs.stored_request import count_left, set_frames
 from actors.jobs.tables import ApiKey, File, Job, StoredFragment
 from actors.jobs.values import DEADLINE, LOST, PREVIEW, JobSettings, make_storable
 from actors.reliability import ReliabilitySettings
@@ -29,6 +30,7 @@ _REUSABLE_S = 60.0  # A file that is due for removal within this time isn't reus
 # workers don't wait for one another. Ending jobs locks their owners' usage, always in the same order.
 _CLAIMED = select(Job).where(Job.id == bindparam("job"), Job.status == RUNNING, Job.lease_token == bindparam("token"))
 _CLAIMED = _CLAIMED.with_for_update()
+_RENEWED = _CLAIMED.options(defer(Job.request))  # Each second, and a request may have 64,000 characters of prompts.
 _SILENT = (
     select(Job)
     .where(Job.status == RUNNING, Job.lease_expires_at <= bindparam("now"))
@@ -60,9 +62,8 @@ class WorkQueue:
     """The jobs that wait or run. Every method is one transaction, and safe between threads and processes.
 
     A claimed job belongs to its worker until `lease_expires_at`, which the worker renews; each claim has a new
-    `lease_token`. Methods that take a claimed job also record its `progress` and cost as the worker has set them, and
-    set its `watched_at`, which clients change. They raise `LeaseLost` once the job was taken back: the worker must
-    stop, and remove what it has written.
+    `lease_token`. Methods that take a claimed job also record its `progress` and cost as the worker has set them. They
+    raise `LeaseLost` once the job was taken back: the worker must stop, and remove what it has written.
     """
 
     def __init__(
@@ -91,7 +92,6 @@ class WorkQueue:
         Keys that have as many jobs running as they may are skipped. Jobs whose lease has run out are requeued first.
 
         Args:
-            worker: The name of the worker that claims.
             above: Claim only a job of a higher priority than this.
             model: Claim only a job that was accepted for this model. Others wait for a worker that has theirs.
             can_run: Returns whether the worker's version understands a job. Others wait for a newer worker.
@@ -117,28 +117,31 @@ class WorkQueue:
             job.lease_token, job.lease_expires_at = token, now + self._lease_s
             if job.started_at is None:
                 job.started_at = now
-            if job.segments or job.made:
+            if job.segments or job.last_segment:
                 self._keep_files(session, job, now)
-            job.segments_left = count_segments(job.request) - len(job.segments) - (job.made is not None)
+            job.segments_left = count_left(job.request, job.finished_segments)
             return job
 
     def renew_lease(self, claimed: Job) -> str | None:
-        """Renew a lease for another `lease_s`. Return the job's `stop_code` if it must stop, else None."""
+        """Renew a lease for another `lease_s`. Return the job's `stop_code` if it must stop, else None.
+
+        The worker's copy gets the row's `watched_at`, which clients change.
+        """
         with self._database.write() as session:
-            job = self._lock_claimed(session, claimed)
-            job.lease_expires_at = self._database.now(session) + self._lease_s
+            job = self._lock_claimed(session, claimed, _RENEWED)
+            job.lease_expires_at, claimed.watched_at = self._database.now(session) + self._lease_s, job.watched_at
             return job.stop_code
 
-    def announce(self, claimed: Job, names: Iterable[str]) -> None:
-        """Record names in storage before anything is written there, so that a crash leaves nothing behind.
+    def announce(self, claimed: Job, sizes: Mapping[str, int]) -> None:
+        """Record the names and bytes of files before they are written, so that a crash leaves nothing behind.
 
         Names must be unique to this attempt (`attempts`), so that a worker that was thought lost can't overwrite the
         results of the next one.
         """
         with self._database.write() as session:
             job = self._lock_claimed(session, claimed)
-            for name in names:  # The rows exist already if the answer to an earlier commit was lost.
-                session.merge(File(name=name, job=job.id, attempt=job.attempts))
+            for name, size in sizes.items():  # The rows exist already if the answer to an earlier commit was lost.
+                session.merge(File(name=name, job=job.id, attempt=job.attempts, owner=job.owner, size=size))
 
     def show_preview(self, claimed: Job, name: str) -> None:
         """Show clients a picture of the unfinished video, which was announced and is stored, in place of the last one.
@@ -166,7 +169,6 @@ class WorkQueue:
         """Make fragments that an earlier run has stored part of this one.
 
         Args:
-            claimed: The job.
             wanted: Fragments as this run would store them, in order.
 
         Returns:
@@ -202,41 +204,53 @@ class WorkQueue:
             self._lock_claimed(session, claimed).fragments = None
 
     def keep_segment(
-        self, claimed: Job, index: int, segment: str, end: str | None, warnings: Sequence[str] = ()
+        self,
+        claimed: Job,
+        index: int,
+        segment: str,
+        end: str | None,
+        warnings: Sequence[str] = (),
+        results: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Record that a segment of a job is stored, so that no later attempt makes it again.
 
         Workers that were lost before this don't count any more: the job does make headway.
 
         Args:
-            claimed: The job.
             index: The segment's number, counted from 0.
             segment: Name of the segment's file, which was announced.
             end: The same for its last frame, if that is stored as well.
             warnings: What the job's owner should know about the segment.
+            results: Names of files that stay with the job's results, by variant.
         """
         with self._database.write() as session:
             job = self._lock_claimed(session, claimed)
             if len(job.segments) == index:  # Otherwise the answer to an earlier commit was lost.
                 job.segments, job.segments_end = [*job.segments, segment], end
+                job.results = {**job.results, **results}
                 self._count_segment(job, warnings)
-            claimed.segments, claimed.segments_end = job.segments, job.segments_end
+            claimed.segments, claimed.segments_end, claimed.results = job.segments, job.segments_end, job.results
             claimed.segments_left, claimed.warnings = job.segments_left, job.warnings
 
-    def keep_last_segment(self, claimed: Job, made: Mapping[str, str], warnings: Sequence[str] = ()) -> None:
+    def keep_last_segment(
+        self, claimed: Job, files: Mapping[str, str], warnings: Sequence[str] = (), frames: int | None = None
+    ) -> None:
         """Record that a job's last segment is stored. What is left to do can fail, and be repeated, without it.
 
         Args:
-            claimed: The job.
-            made: Names of its files, which were announced, by variant.
+            files: Names of its files, which were announced, by variant.
             warnings: What the job's owner should know about the segment.
+            frames: How many frames it has, if the request left that open.
         """
         with self._database.write() as session:
             job = self._lock_claimed(session, claimed)
-            if job.made is None:
-                job.made = dict(made)
+            if job.last_segment is None:
+                job.last_segment = dict(files)
                 self._count_segment(job, warnings)
-            claimed.made, claimed.segments_left, claimed.warnings = job.made, job.segments_left, job.warnings
+                if frames is not None:
+                    job.request = set_frames(job.request, frames)
+            claimed.last_segment, claimed.request = job.last_segment, job.request
+            claimed.segments_left, claimed.warnings = job.segments_left, job.warnings
 
     def keep_end(self, claimed: Job, end: str) -> None:
         """Record the name of the last frame of the newest segment, which was announced and is stored."""
@@ -270,7 +284,6 @@ class WorkQueue:
         self,
         claimed: Job,
         results: Mapping[str, str],
-        warnings: Sequence[str] = (),
         *,
         watchable: bool = False,
         unwritten: Collection[str] = (),
@@ -280,9 +293,7 @@ class WorkQueue:
         Files that the job wrote and that aren't results are scheduled for deletion.
 
         Args:
-            claimed: The job.
             results: Names that were announced, by variant.
-            warnings: What the job's owner should know about the video.
             watchable: Whether all fragments of the last run are stored, so that clients can watch to the end.
             unwritten: Names of announced files that may still be written. They aren't deleted before that, either.
         """
@@ -291,11 +302,10 @@ class WorkQueue:
             names = set(session.scalars(select(File.name).where(File.job == job.id)))
             if unknown := set(results.values()) - names:
                 raise ValueError(f"results of {job.id} that were never announced: {', '.join(sorted(unknown))}")
-            texts = dict.fromkeys([*job.warnings, *map(make_storable, warnings)])
             if not watchable:
                 job.fragments = None
             session.execute(update(File).where(File.name.in_(unwritten)).values(attempt=None))
-            return end(session, job, now, self._settings, results=dict(results), warnings=list(texts))
+            return end(session, job, now, self._settings, results=dict(results))
 
     def fail(self, claimed: Job, code: str, message: str) -> Job:
         """End a job that can't be made, with a reason for people. A job that was to stop fails with its `stop_code`."""
@@ -362,20 +372,16 @@ class WorkQueue:
             locked.rollback()
         return False
 
-    def _lock_claimed(self, session: Session, claimed: Job) -> Job:
-        """Lock a claimed job's row and copy the worker's progress and costs into it; raises `LeaseLost`.
-
-        In return, the worker's copy gets the row's `watched_at`.
-        """
+    def _lock_claimed(self, session: Session, claimed: Job, query: Select[Job] = _CLAIMED) -> Job:
+        """Lock a claimed job's row and copy the worker's progress and costs into it; raises `LeaseLost`."""
         mine = {"job": claimed.id, "token": claimed.lease_token}
-        job = session.scalars(_CLAIMED, mine).one_or_none()
+        job = session.scalars(query, mine).one_or_none()
         if job is None:
             raise LeaseLost(
                 f"{claimed.id} no longer belongs to {claimed.worker}: the lease has expired, or the job has ended"
             )
         job.progress, job.stage_seconds = claimed.progress, claimed.stage_seconds
         job.chip_seconds, job.dollars = claimed.chip_seconds, claimed.dollars
-        claimed.watched_at = job.watched_at
         return job
 
     def _has_been_set(self, now: float) -> bool:
@@ -413,18 +419,18 @@ class WorkQueue:
         names = set(session.scalars(select(File.name).where(stored)))
         segments = list(itertools.takewhile(names.__contains__, job.segments))
         if len(segments) < len(job.segments):
-            job.segments, job.segments_end, job.made = segments, None, None
+            job.segments, job.segments_end, job.last_segment = segments, None, None
         if job.segments_end not in names:
             job.segments_end = None
-        if job.made is not None and not names.issuperset(job.made.values()):
-            job.made = None
+        if job.last_segment is not None and not names.issuperset(job.last_segment.values()):
+            job.last_segment = None
+        job.results = {variant: name for variant, name in job.results.items() if name in names}
 
     def _move_behind(self, session: Session, job: Job, first: int, last: int) -> None:
         """Move a job to its owner's next turn, and the owner's later jobs to the turns after that.
 
         Args:
             session: A transaction that has locked the job's row.
-            job: The job.
             first: The round of the other owners' next turns,
             last: and the latest sequence of their jobs in it. Within a round, older jobs come first.
         """
@@ -437,7 +443,7 @@ class WorkQueue:
             session.execute(update(Job).where(Job.id.in_(ids)).values(round=Job.round + 1))
 
     def _count_segment(self, job: Job, warnings: Sequence[str]) -> None:
-        job.losses, job.segments_left = 0, max(0, job.segments_left - 1)
+        job.losses, job.segments_left = 0, count_left(job.request, job.finished_segments)
         job.warnings = list(dict.fromkeys([*job.warnings, *map(make_storable, warnings)]))
 
     def _requeue(self, session: Session, job: Job, now: float) -> None:

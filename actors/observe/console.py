@@ -17,8 +17,6 @@ from wan_tpu.progress import Bar
 TERMINAL_S = 0.5  # Seconds between two updates.
 NEWS_S, SILENCE_S = 2.0, 10.0  # Without a terminal, lines come at most, and at least, this often.
 
-Look = Callable[[], str]
-
 
 class LiveConsole:
     """A context manager that shows `look`, or the last text of `tell`, on stderr, with the seconds since its start.
@@ -26,8 +24,8 @@ class LiveConsole:
     It is a `Progress`, too: its bar counts requests, and shows the time left. Warnings of this package become lines.
     """
 
-    def __init__(self, look: Look | None = None) -> None:
-        self.look = look
+    def __init__(self) -> None:
+        self.look: Callable[[], str] | None = None
         self._doing = ""
         self._bar: _LiveBar | None = None
         self._start = time.monotonic()

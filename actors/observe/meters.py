@@ -64,7 +64,6 @@ class PipelineMeters:
 
         Args:
             replicas: How many replicas there are, by pool and activity.
-            stages: How many requests are at each stage.
         """
         self._show_counts(self._replicas, replicas)
         self._show_counts(self._requests, {(stage,): count for stage, count in stages.items()})
@@ -84,12 +83,10 @@ class PipelineMeters:
 
     @ignore_errors
     def count_gone(self, pool: str) -> None:
-        """Count a replica that has ended."""
         self._replicas_gone.inc(tags={"pool": pool})
 
     @ignore_errors
     def count_end(self, outcome: str) -> None:
-        """Count a request that has ended."""
         self._ended.inc(tags={"outcome": outcome})
 
     def _show_counts(self, gauge: Gauge, counts: Mapping[tuple[str, ...], int]) -> None:

@@ -7,40 +7,28 @@ from typing import Literal
 
 from actors.pipeline_spec import Chips
 
-SpanKind = Literal["compute", "fetch", "load", "compile"]
+SpanKind = Literal["compute", "fetch", "load", "compile", "compiling"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A piece of work of a slice, reported when it has ended.
+    """A piece of work of a slice, reported when it has ended."""
 
-    Attributes:
-        slice: "pool/replica": the slice's pool, and Serve's name for the replica that leads the slice.
-        request: The request's key.
-        stage: The stage.
-        kind: "compute": the chips work on the request; "fetch": its inputs or results travel, during other work;
-            "load": weights are read; "compile": programs are compiled.
-        start_s: In seconds of `time.time()`, so that spans of several hosts can be compared, as exactly as their
-            clocks agree.
-        seconds: How long it took, by the monotonic clock.
-        step: The number of a denoising step, from 1.
-        nbytes: The bytes of all objects whose contents have come onto the devices; nobody needs the objects any more.
-        pool: The slice's pool.
-        chosen: Why the router sent the request to this slice, on the first span of a stage's call.
-        chips: "emulated" or "simulated" unless it ran on real chips: every figure and picture says so.
-    """
-
-    slice: str
+    slice: str  # "pool/replica": the slice's pool, and Serve's name for the replica that leads the slice.
     request: str
     stage: str
+    # "compute": the chips work on the request; "fetch": its inputs or results travel, during other work; "load":
+    # weights are read; "compile": programs are compiled; "compiling": the same, reported while it lasts.
     kind: SpanKind
+    # In seconds of `time.time()`, so that spans of several hosts can be compared, as exactly as their clocks agree.
     start_s: float
-    seconds: float
-    step: int | None = None
+    seconds: float  # How long it took, by the monotonic clock.
+    step: int | None = None  # The number of a denoising step, from 1.
+    # The bytes of all objects whose contents have come onto the devices; nobody needs the objects any more.
     nbytes: int | None = None
     pool: str = ""
-    chosen: str = ""
-    chips: Chips = "real"
+    chosen: str = ""  # Why the router sent the request to this slice, on the first span of a stage's call.
+    chips: Chips = "real"  # "emulated" or "simulated" unless it ran on real chips: every figure and picture says so.
 
     @property
     def end_s(self) -> float:

@@ -64,7 +64,6 @@ class StatusActor:
 
     @classmethod
     def find(cls, pipeline: str) -> "StatusActor | None":
-        """Return the status actor of a pipeline, or None."""
         try:
             return cls(pipeline, ray.get_actor(f"{pipeline}-status", namespace=NAMESPACE))
         except ValueError:
@@ -75,7 +74,7 @@ class StatusActor:
         _store_spec(spec)
 
     def report_replica(self, name: str, status: ReplicaStatus) -> None:
-        """Report what a replica is doing. Without another report within a minute, it counts as gone."""
+        """Report what a replica is doing. Without another, it counts as gone: in a minute, a failed one in ten."""
         self._report("report_replica", name, status)
 
     def report_start(self, pool: str, phases: Mapping[str, float]) -> None:
@@ -83,7 +82,6 @@ class StatusActor:
         self._report("report_start", pool, dict(phases))
 
     def report_gone(self, name: str) -> None:
-        """Report that a replica has ended."""
         self._report("report_gone", name)
 
     def report_request(
@@ -99,10 +97,6 @@ class StatusActor:
         """Report where a request is.
 
         Args:
-            key: The request's id.
-            stage: Its stage.
-            step: How many of its steps are done.
-            steps: How many steps it has.
             seconds: How long the step that has just ended took.
             slice_: The leader of the slice that runs the stage; "" until one has begun.
             chosen: Why the router chose that slice, in the first report from there.
@@ -123,7 +117,6 @@ class StatusActor:
         self._report("report_handoff", stage, seconds, nbytes)
 
     def report_end(self, key: str, outcome: Outcome) -> None:
-        """Report that a request has ended."""
         self._report("report_end", key, outcome)
 
     def read(self, timeout_s: float = ANSWER_S) -> ReportedStatus:
@@ -153,9 +146,9 @@ class StatusActor:
         return current is not None and current._actor._actor_id == self._actor._actor_id
 
     def _report(self, method: str, *args: Any) -> None:
-        """Call a method of the actor without waiting. A report that can't be sent is lost, and the work goes on."""
+        """Call a method of the actor's board without waiting. A report that can't be sent is lost; the work goes on."""
         try:
-            getattr(self._actor, method).remote(*args)
+            self._actor.report.remote(method, *args)
             self._losing = False
         except Exception as error:
             if not self._losing:
@@ -178,26 +171,9 @@ class _StatusActor:
         self._board, self._lock = StatusBoard(PipelineMeters()), threading.Lock()
         threading.Thread(target=self._refresh, name="refresh", daemon=True).start()
 
-    def report_replica(self, name: str, status: ReplicaStatus) -> None:
-        self._call_locked(self._board.report_replica, name, status)
-
-    def report_start(self, pool: str, phases: Mapping[str, float]) -> None:
-        self._call_locked(self._board.report_start, pool, phases)
-
-    def report_gone(self, name: str) -> None:
-        self._call_locked(self._board.report_gone, name)
-
-    def report_request(self, key: str, stage: str, step: int, steps: int, *details: Any) -> None:
-        self._call_locked(self._board.report_request, key, stage, step, steps, *details)
-
-    def report_requests(self, driver: str, keys: list[str]) -> None:
-        self._call_locked(self._board.report_requests, driver, keys)
-
-    def report_handoff(self, stage: str, seconds: float, nbytes: int) -> None:
-        self._call_locked(self._board.report_handoff, stage, seconds, nbytes)
-
-    def report_end(self, key: str, outcome: Outcome) -> None:
-        self._call_locked(self._board.report_end, key, outcome)
+    def report(self, method: str, *args: Any) -> None:
+        """Take a report, for which the board has a method."""
+        self._call_locked(getattr(self._board, method), *args)
 
     def read(self) -> ReportedStatus:
         with self._lock:

@@ -29,24 +29,15 @@ _EXPIRY_S: Mapping[Activity, float] = {
 
 @dataclass
 class ReplicaStatus:
-    """A replica of a pool.
-
-    Attributes:
-        pool: The pool's name.
-        where: The replica's slice and hosts.
-        activity: What the replica is doing.
-        detail: Details of the activity. If it failed (and is tried again) or was refused (and is not), the reason.
-        work: Stage and request of everything that the slice computes or has paused.
-        since: When that was reported, by `time.time()`.
-        software: The code, packages and flags that its hosts compute with, by name.
-    """
+    """A replica of a pool."""
 
     pool: str
-    where: str
+    where: str  # The replica's slice and hosts.
     activity: Activity
-    detail: str
-    work: tuple[tuple[str, str], ...]
-    since: float
+    detail: str  # Details of the activity. If it failed (and is tried again) or was refused (and is not), the reason.
+    work: tuple[tuple[str, str], ...]  # Stage and request of everything that the slice computes or has paused.
+    since: float  # When that was reported, by `time.time()`.
+    # The code, packages and flags that its hosts compute with, by name.
     software: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -56,43 +47,26 @@ class ReplicaStatus:
 
 @dataclass
 class RequestStatus:
-    """A request under way.
-
-    Attributes:
-        came: When the request arrived.
-        stage: The request's stage; "waiting" before the first.
-        step: How many of the request's steps are done.
-        steps: How many steps the request has.
-        slice: The leader of the slice that runs the stage; "" until one has begun.
-        chosen: Why the router chose that slice.
-    """
+    """A request under way."""
 
     came: float
-    stage: str = "waiting"
-    step: int = 0
+    stage: str = "waiting"  # The request's stage; "waiting" before the first.
+    step: int = 0  # How many of the request's steps are done.
     steps: int = 0
-    slice: str = ""
-    chosen: str = ""
+    slice: str = ""  # The leader of the slice that runs the stage; "" until one has begun.
+    chosen: str = ""  # Why the router chose that slice.
 
 
 @dataclass
 class ReportedStatus:
-    """Everything that a pipeline's replicas and drivers have reported.
-
-    Attributes:
-        replicas: All replicas, by name.
-        requests: Requests under way, by id, at most `MAX_LISTED`.
-        unlisted: How many more requests there are, by stage.
-        handoffs: Seconds and bytes of the latest hand-offs to each stage.
-        step_s: Seconds of the latest denoising steps, by stage.
-        ended: How many requests have ended, by outcome.
-    """
+    """Everything that a pipeline's replicas and drivers have reported."""
 
     replicas: dict[str, ReplicaStatus] = field(default_factory=dict)
-    requests: dict[str, RequestStatus] = field(default_factory=dict)
-    unlisted: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, RequestStatus] = field(default_factory=dict)  # Requests under way, by id, at most `MAX_LISTED`.
+    unlisted: dict[str, int] = field(default_factory=dict)  # How many more requests there are, by stage.
+    # Seconds and bytes of the latest hand-offs to each stage.
     handoffs: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
-    step_s: dict[str, deque[float]] = field(default_factory=dict)
+    step_s: dict[str, deque[float]] = field(default_factory=dict)  # Seconds of the latest denoising steps, by stage.
     ended: dict[str, int] = field(default_factory=dict)
 
 
@@ -100,12 +74,7 @@ class StatusBoard:
     """Keeps the latest report of each replica and request. A report costs the same, however many there are."""
 
     def __init__(self, meters: PipelineMeters, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without reports.
-
-        Args:
-            meters: The metrics that this keeps up to date.
-            clock: Returns the seconds by which reports expire.
-        """
+        """Start without reports; `clock` returns the seconds by which they expire."""
         self._meters, self._clock = meters, clock
         self._replicas: dict[str, ReplicaStatus] = {}
         self._requests: dict[str, RequestStatus] = {}
@@ -121,7 +90,7 @@ class StatusBoard:
         self._software: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
 
     def report_replica(self, name: str, status: ReplicaStatus) -> None:
-        """Take a replica's report, or its renewal; a renewal with the same content keeps the first one's time."""
+        """Take a replica's report. If nothing but the time has changed, the earlier time stays."""
         _renew(self._replica_s, name, self._clock())
         before = self._replicas.get(name)
         if before is not None and dataclasses.replace(status, since=before.since) == before:
@@ -133,11 +102,9 @@ class StatusBoard:
             self._forget_failures()
 
     def report_start(self, pool: str, phases: Mapping[str, float]) -> None:
-        """Count a replica that is ready, and the seconds that each phase of its start took."""
         self._meters.count_start(pool, phases)
 
     def report_gone(self, name: str) -> None:
-        """Forget a replica that has ended."""
         self._replica_s.pop(name, None)
         last = self._replicas.pop(name, None)
         if last is not None:
@@ -171,7 +138,6 @@ class StatusBoard:
         self._handoffs.setdefault(stage, deque(maxlen=MAX_SAMPLES)).append((seconds, nbytes))
 
     def report_end(self, key: str, outcome: Outcome) -> None:
-        """Count a request that has ended."""
         self._forget_request(key)
         self._ended[outcome] += 1
         self._meters.count_end(outcome)

@@ -21,22 +21,14 @@ NOTES = {
 
 @dataclass(frozen=True)
 class TimelineFigures:
-    """Figures of a timeline.
+    """Figures of a timeline."""
 
-    Attributes:
-        wall_s: Seconds from the start of the first span to the end of the last.
-        busy: For each slice, the share of that time in which it computes.
-        overlap: The share of that time in which at least two slices compute.
-        chips: "real" only when every span is.
-    """
-
-    wall_s: float
-    busy: dict[str, float]
-    overlap: float
-    chips: Chips
+    wall_s: float  # Seconds from the start of the first span to the end of the last.
+    busy: dict[str, float]  # For each slice, the share of that time in which it computes.
+    overlap: float  # The share of that time in which at least two slices compute.
+    chips: Chips  # "real" only when every span is.
 
     def summarize(self) -> str:
-        """Return the figures as lines for people."""
         lines = [f"{self.wall_s:.1f} s; two or more slices compute in {self.overlap:.0%} of it"]
         lines += [f"{name}: computes in {share:.0%}" for name, share in self.busy.items()]
         if self.chips != "real":
@@ -164,8 +156,6 @@ def merge_compute(
     """Return when a slice computes, with spans merged that lie no further apart than `gap_s`.
 
     Args:
-        spans: Spans of any slices.
-        slice_: The slice's name.
         gap_s: The longest gap that is closed.
         by_request: Merge only spans of the same request.
 

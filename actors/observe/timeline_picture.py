@@ -83,7 +83,6 @@ def _draw_tracks(
 
 
 def _style_bar(span: Span, colours: dict[str, str], wall: float) -> dict[str, Any]:
-    """Return the style of a span's bar."""
     if span.kind in _OVERHEAD:
         colour, hatch = _OVERHEAD[span.kind]
         return {"facecolor": colour, "hatch": hatch, "edgecolor": "#8C8C8C", "linewidth": 0, "zorder": 2}

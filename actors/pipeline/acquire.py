@@ -28,9 +28,7 @@ def acquire_pipeline(
     killed, the next batch takes the pipeline over, provided that its specification is the same.
 
     Args:
-        name: The pipeline's name.
         spec: The pipeline to bring up; None to use only a pipeline that is already running.
-        on_status: Called with what is being waited for.
         precision: The precision that a running pipeline must compute in; None for any.
 
     Raises:
@@ -78,7 +76,6 @@ def check_usable(running: PipelineSpec, spec: PipelineSpec | None, precision: st
     """Raise `PipelineNotFound` unless a running pipeline has the model, layout and precision that a command asks for.
 
     Args:
-        running: The running pipeline.
         spec: The pipeline that the command would bring up; None if the command doesn't specify one.
         precision: The precision that the command asks for; None if it doesn't specify any.
     """

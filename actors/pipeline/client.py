@@ -80,7 +80,6 @@ class PipelineClient:
         task.result()
 
     def close(self) -> None:
-        """Close the driver."""
         if self._current is not None:
             self._current.close()
 

@@ -10,13 +10,11 @@ from actors.slices.snapshots import Snapshots
 
 
 class PipelineConnection:
-    """The connection of one driver."""
-
     def __init__(
         self, spec: PipelineSpec, status: StatusActor, snapshots: Snapshots, handles: Mapping[str, Any]
     ) -> None:
         """Use handles of the pools, by name. Only this connection may use them, since it shuts them down on closing."""
-        self.settings, self.layout = spec.settings, spec.layout
+        self.settings, self.layout, self.model = spec.settings, spec.layout, spec.model
         self.status, self.snapshots, self._handles = status, snapshots, handles
 
     @classmethod

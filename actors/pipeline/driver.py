@@ -48,7 +48,6 @@ class PipelineDriver:
         """Make one video.
 
         Args:
-            plan: The request's plan, from `model`.
             id: The request's name in spans, logs and snapshots; an unfinished request continues from its snapshots.
             on_event: Called with a `Span` whenever a slice has done something for the request.
             priority: Requests of higher priority go first. At the experts' slices they run between two steps of a

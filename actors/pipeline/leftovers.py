@@ -12,7 +12,9 @@ from wan_tpu.storage.base import StorageError
 log = logging.getLogger(__name__)
 
 
-def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str, Callable[[], RequestPlan]]]) -> int:
+def delete_leftovers(
+    settings: PipelineSettings, done: Callable[[], Mapping[str, Callable[[], RequestPlan] | None]]
+) -> int:
     """Delete the snapshots of requests whose videos are durable.
 
     Snapshots of another request with the same id stay, because it may be under way. So do those that can't be read or
@@ -20,8 +22,8 @@ def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str,
 
     Args:
         settings: The settings of the pipeline that the requests went through.
-        done: Returns, by id of each finished request, a function that plans the request, including its images. It is
-            called only if there are snapshots.
+        done: Returns, by id of each finished request, a function that plans the request, including its images; None
+            for an id that no other request can have. It is called only if there are snapshots.
 
     Returns:
         How many requests had snapshots.
@@ -39,7 +41,10 @@ def delete_leftovers(settings: PipelineSettings, done: Callable[[], Mapping[str,
     return deleted
 
 
-def _delete(snapshots: Snapshots, id_: str, plan: Callable[[], RequestPlan], settings: PipelineSettings) -> bool:
+def _delete(snapshots: Snapshots, id_: str, plan: Callable[[], RequestPlan] | None, settings: PipelineSettings) -> bool:
+    if plan is None:
+        snapshots.delete_all_of(id_)
+        return True
     try:
         name = name_of(id_, plan().request, f"{settings.checkpoint} {settings.dtype}")
     except WanTpuError:  # An input image no longer exists, so the names of the request's snapshots can't be computed.

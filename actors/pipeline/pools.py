@@ -43,7 +43,6 @@ def deploy(spec: PipelineSpec, *, on_status: OnStatus = lambda text: None) -> No
     This process must have joined a Ray cluster.
 
     Args:
-        spec: The pipeline.
         on_status: Called repeatedly with a line that says what is being waited for.
 
     Raises:
@@ -115,7 +114,6 @@ def wait_until_up(spec: PipelineSpec, on_status: OnStatus) -> None:
 
 
 def name_application(pipeline: str, pool: str) -> str:
-    """Return the name of the Serve application of a pool."""
     return f"{pipeline}-{pool}"
 
 
@@ -126,8 +124,6 @@ def open_handle(pipeline: str, pool: str, attempts: int = ReliabilitySettings.ha
     other drivers to the pool.
 
     Args:
-        pipeline: The pipeline's name.
-        pool: The pool's name.
         attempts: The most handles to open, one after the other, until one learns which replicas the pool has.
 
     Raises:
@@ -163,7 +159,6 @@ def find_spec(pipeline: str) -> PipelineSpec | None:
 
 
 def list_applications(pipeline: str) -> list[str]:
-    """Return the names of a pipeline's Serve applications."""
     status: ServeStatus = serve.status()
     return sorted(
         name
@@ -185,12 +180,7 @@ def list_live_replicas(pipeline: str, layout: Layout) -> set[str]:
 
 
 def shut_down(pipeline: str, *, drain_s: float = ReliabilitySettings.finish_s) -> None:
-    """End all pools of a pipeline, and its status actor.
-
-    Args:
-        pipeline: The pipeline's name.
-        drain_s: How long replicas may take to finish their requests before they are killed.
-    """
+    """End a pipeline's pools, and its status actor. Replicas that have requests after `drain_s` are killed."""
     _quieten_serve()
     applications, status = list_applications(pipeline), StatusActor.find(pipeline)
     for name in applications:
@@ -205,7 +195,6 @@ def shut_down(pipeline: str, *, drain_s: float = ReliabilitySettings.finish_s) -
 
 
 def build_application(pool: Pool, settings: PipelineSettings) -> Any:
-    """Return the Serve application of a pool."""
     reliability = settings.reliability
     options: dict[str, Any] = {
         "name": pool.name,

@@ -3,18 +3,20 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment, OnPreview, PreviewPicture
+from actors.engine import Fragment, GeneratedVideo, OnEvent, OnFragment, OnPreview, PreviewPicture, call_back
 from actors.errors import InputLost, RequestFailed, StageInterrupted, StageMoved
 from actors.observe.logs import log_event
 from actors.observe.span import Span
-from actors.pipeline.attempts import FIRST_WAIT_S, LONGEST_WAIT_S, Attempts
 from actors.pipeline.connection import PipelineConnection
 from actors.pipeline.losses import explain_losses
+from actors.pipeline.retry_budget import LONGEST_WAIT_S, RetryBudget
+from actors.retrying import FIRST_PAUSE_S, back_off, retry
 from actors.slices.messages import (
     ChunkDenoised,
     EncodedFragment,
@@ -42,8 +44,6 @@ log = logging.getLogger(__name__)
 
 
 class RequestRun:
-    """One request of a driver."""
-
     def __init__(
         self,
         connection: PipelineConnection,
@@ -59,11 +59,6 @@ class RequestRun:
         """Take a request through a pipeline.
 
         Args:
-            connection: The pipeline.
-            key: The caller's name for the request.
-            plan: The request's plan.
-            on_event: Called with spans.
-            priority: Requests of higher priority go first.
             scope: Where the request's payloads wait between two stages.
             snapshots: The name of its snapshots, from `name_of`.
             on_fragment: Called with fragments of the video; None to have none made.
@@ -85,7 +80,7 @@ class RequestRun:
         self._on_fragment, self._run = on_fragment, -1  # The run that the latest fragment belongs to.
         self._on_event, self._limits = on_event, connection.settings.reliability
         self._refused = False
-        self._attempts = Attempts(key, self._limits)
+        self._retries = RetryBudget(key, self._limits)
         self._adapters_checked = not plan.request.loras
         self._machine = StageMachine(plan)
         self._encoded: dict[Encode, RefHandle] = {}  # Payloads of the inputs that the machine counts as encoded.
@@ -111,20 +106,22 @@ class RequestRun:
             try:
                 video = await self._go_through()
                 last_frame = None if video.last_frame is None else video.last_frame.copy()  # Outlives the object store.
-                return GeneratedVideo(video.mp4.tobytes(), tuple(sorted(self._warnings)), last_frame)
+                tail = None if video.tail is None else video.tail.tobytes()
+                warnings, frames = tuple(sorted(self._warnings)), self._plan.request.frames
+                return GeneratedVideo(video.mp4.tobytes(), warnings, last_frame, frames, tail)
             except RequestFailed as failed:
                 if not failed.elsewhere or self._refused:
                     raise
                 self._refused = True  # Another slice may accept it; a second refusal is final.
                 self._avoid(failed.replica)
-                await asyncio.sleep(FIRST_WAIT_S)
+                await asyncio.sleep(FIRST_PAUSE_S)
             except (StageInterrupted, InputLost) as lost:
                 self._avoid(getattr(lost, "replica", None))
                 if isinstance(lost, InputLost):  # It isn't known which payload was lost, so all are computed again.
                     self._drop_inputs()
                     self._scope.drop(self._state)
                     self._state = None
-                await self._attempts.wait_after(lost)
+                await self._retries.wait_after(lost)
 
     def _avoid(self, replica: str | None) -> None:
         if replica is not None:
@@ -144,17 +141,15 @@ class RequestRun:
         return await self._decode()
 
     async def _find_newest_snapshot(self) -> int | None:
-        until, pause_s = time.monotonic() + self._limits.snapshots_s, FIRST_WAIT_S
-        while True:
-            try:
-                step = await asyncio.to_thread(self._connection.snapshots.find_newest, self.snapshots)
-                break
-            except StorageError as error:
-                if time.monotonic() > until:
-                    raise RequestFailed(f"there is no telling how far it was: {error}", "lost") from None
-                log.warning("%s: there is no telling how far it was: %s", self._key, error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(LONGEST_WAIT_S, 2 * pause_s)
+        until = time.monotonic() + self._limits.snapshots_s
+
+        async def note(error: Exception, _pause_s: float) -> None:
+            if time.monotonic() > until:
+                raise RequestFailed(f"there is no telling how far it was: {error}", "lost") from None
+            log.warning("%s: there is no telling how far it was: %s", self._key, error)
+
+        find = functools.partial(asyncio.to_thread, self._connection.snapshots.find_newest, self.snapshots)
+        step = await retry(find, (StorageError,), back_off(LONGEST_WAIT_S), note)
         if step is not None:
             log_event(log, "goes on", job=self._key, step=step)
         return step
@@ -197,7 +192,7 @@ class RequestRun:
     async def _decode_chunks(self) -> StageResult:
         pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
         try:
-            return await self._follow(DECODER, pool.decode_chunks.remote(self._sent), is_concurrent=True)
+            return await self._follow(DECODER, pool.decode.remote(self._sent, None), is_concurrent=True)
         except InputLost as lost:  # Nothing is encoded again, since the final state holds all chunks as well.
             raise StageInterrupted(str(lost)) from None
 
@@ -262,8 +257,18 @@ class RequestRun:
         else:
             pool = self._connection.open_stream(ENCODER, self._plan.shapes[ENCODER])
             events = pool.encode_image.remote(self._sent, self._plan.request)
-        self._encoded[encoding] = (await self._follow(ENCODER, events)).handle
+        result = await self._follow(ENCODER, events)
+        self._encoded[encoding] = result.handle
         self._machine = self._machine.after(encoding)
+        if result.seconds is not None and encoding == EncodeText(self._plan.request.prompt):
+            self._set_length(result.seconds)
+
+    def _set_length(self, seconds: float) -> None:
+        """Set the video's length, if it is still open."""
+        if self._plan.has_open_length:
+            self._plan = self._connection.model.set_length(self._plan, seconds)
+            self._sent = dataclasses.replace(self._sent, plan=self._plan.without_image())
+            self._machine = self._machine.with_plan(self._plan)
 
     def _drop_inputs(self) -> None:
         self._scope.drop(*self._encoded.values())
@@ -281,9 +286,6 @@ class RequestRun:
         """Follow a stage to its end, or cancel it with this task.
 
         Args:
-            stage: The stage.
-            events: Its stream.
-            on_inputs: Called when the stage has its inputs.
             is_concurrent: Whether the request is also at another stage, which is the one that the status shows.
         """
         status, steps, result = self._connection.status, self._plan.steps, None
@@ -293,8 +295,8 @@ class RequestRun:
             with explain_losses():
                 async for event in events:
                     if isinstance(event, Span):
-                        self._report_span(event)
-                        self._attempts.note_progress(event.stage, event.step)
+                        call_back(self._on_event, event, self._key)
+                        self._retries.note_progress(event.stage, event.step)
                         if (event.step is not None or event.chosen) and not is_concurrent:
                             step_s = None if event.step is None else event.seconds
                             where = self._key, event.stage, event.step or 0, steps
@@ -309,9 +311,10 @@ class RequestRun:
                             events.cancel()  # type: ignore[attr-defined]
                             raise
                     elif isinstance(event, EncodedFragment):
-                        self._send_fragment(event)
+                        self._run += event.index == 0  # A decoder that fails before its first fragment begins no run.
+                        call_back(self._on_fragment, Fragment(self._run, event.index, event.content), self._key)
                     elif isinstance(event, PreviewPainted):
-                        self._send_preview(event)
+                        call_back(self._on_preview, PreviewPicture(event.step, event.picture), self._key)
                     else:
                         result = event
         except asyncio.CancelledError:
@@ -320,30 +323,5 @@ class RequestRun:
         if result is None:
             raise StageInterrupted(f"{stage} of {self._key} ended without a result")
         self._warnings.update(result.warnings)
-        self._attempts.note_progress(f"end of {stage}", result.step)
+        self._retries.note_progress(f"end of {stage}", result.step)
         return result
-
-    def _report_span(self, span: Span) -> None:
-        """Pass a span on; errors in the caller's callback don't stop the request."""
-        try:
-            self._on_event(span)
-        except Exception:
-            log.exception("%s: the callback for its spans has failed", self._key)
-
-    def _send_preview(self, preview: PreviewPainted) -> None:
-        """Pass a preview on; errors in the caller's callback don't stop the request."""
-        try:
-            if self._on_preview is not None:
-                self._on_preview(PreviewPicture(preview.step, preview.picture))
-        except Exception:
-            log.exception("%s: the callback for its previews has failed", self._key)
-
-    def _send_fragment(self, fragment: EncodedFragment) -> None:
-        """Pass a fragment on; errors in the caller's callback don't stop the request."""
-        if fragment.index == 0:  # A decoder that fails before its first fragment begins no run.
-            self._run += 1
-        try:
-            if self._on_fragment is not None:
-                self._on_fragment(Fragment(self._run, fragment.index, fragment.content))
-        except Exception:
-            log.exception("%s: the callback for its fragments has failed", self._key)

@@ -19,59 +19,35 @@ MAX_ON_LINE = 6  # The most requests that are named in one line.
 
 @dataclass(frozen=True)
 class PoolStatus:
-    """The status of a pool.
-
-    Attributes:
-        name: The pool's name.
-        slice: The kind of its slices.
-        stages: The stages that the pool runs.
-        wanted: The minimum and maximum of replicas.
-        replicas: The pool's replicas, by name.
-        queue: How many requests have reached the pool's stages and wait for a slice.
-        step_s: Mean seconds of the latest denoising steps, or None.
-        handoff_s: Mean seconds of the latest hand-offs from the object store to the devices, or None.
-        handoff_bytes: Mean size of the latest hand-offs, or None.
-        differing: Software that isn't the same on all replicas, by its name and replica. Their videos differ as well.
-    """
+    """The status of a pool."""
 
     name: str
-    slice: str
+    slice: str  # The kind of its slices.
     stages: tuple[str, ...]
-    wanted: tuple[int, int]
+    wanted: tuple[int, int]  # The minimum and maximum of replicas.
     replicas: dict[str, ReplicaStatus]
-    queue: int
-    step_s: float | None
-    handoff_s: float | None
-    handoff_bytes: float | None
+    queue: int  # How many requests have reached the pool's stages and wait for a slice.
+    step_s: float | None  # Mean seconds of the latest denoising steps, or None.
+    handoff_s: float | None  # Mean seconds of the latest hand-offs from the object store to the devices, or None.
+    handoff_bytes: float | None  # Mean size of the latest hand-offs, or None.
+    # Software that isn't the same on all replicas, by its name and replica. Their videos differ as well.
     differing: dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
 class PipelineStatus:
-    """The status of a running pipeline.
-
-    Attributes:
-        name: The pipeline's name.
-        model: The checkpoint.
-        layout: The layout's file.
-        chips: "emulated" where CPU devices stand in for chips, "simulated" where nothing is computed.
-        pools: The pools, in the order of the layout.
-        requests: Requests under way, by id; incomplete if there are very many.
-        under_way: How many requests are under way.
-        waiting: How many requests have not entered the pipeline yet.
-        ended: How many requests have ended, by outcome.
-        silent: Whether the status actor doesn't answer. If so, only the names of the live replicas are known.
-    """
+    """The status of a running pipeline."""
 
     name: str
     model: str
     layout: str
-    chips: str
-    pools: tuple[PoolStatus, ...]
-    requests: dict[str, RequestStatus]
+    chips: str  # "emulated" where CPU devices stand in for chips, "simulated" where nothing is computed.
+    pools: tuple[PoolStatus, ...]  # The pools, in the order of the layout.
+    requests: dict[str, RequestStatus]  # Requests under way, by id; incomplete if there are very many.
     under_way: int
-    waiting: int
+    waiting: int  # How many requests have not entered the pipeline yet.
     ended: dict[str, int]
+    # Whether the status actor doesn't answer. If so, only the names of the live replicas are known.
     silent: bool = False
 
 
@@ -91,9 +67,7 @@ def build_status(
     """Return a pipeline's status.
 
     Args:
-        spec: The pipeline's specification.
         reported: The reports of its status actor, or None if that doesn't answer.
-        slices: All slices of the cluster.
         live: Names of the replicas that are alive (`pools.list_live_replicas`).
     """
     silent, reported = reported is None, reported or ReportedStatus()

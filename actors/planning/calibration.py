@@ -24,25 +24,16 @@ FIGURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Measured figures. A figure that is None was not measured, and keeps its published value.
-
-    Attributes:
-        clock_hz: The TensorCore's clock.
-        grid_step_s: The time of a kernel's grid step beyond its bundles, of which nothing is published.
-        hbm_bytes_per_s: The memory bandwidth of one JAX device.
-        link_bytes_per_s: The bandwidth of a link between chips, in one direction.
-        core_bytes_per_s: The bandwidth between the two devices of a chip, in one direction.
-        chip: The generation that was measured.
-        source: The file and date of the report, for people.
-    """
+    """Measured figures. A figure that is None was not measured, and keeps its published value."""
 
     clock_hz: float | None = None
+    # The time of a kernel's grid step beyond its bundles, of which nothing is published.
     grid_step_s: float | None = None
-    hbm_bytes_per_s: float | None = None
-    link_bytes_per_s: float | None = None
-    core_bytes_per_s: float | None = None
-    chip: str = ""
-    source: str = ""
+    hbm_bytes_per_s: float | None = None  # The memory bandwidth of one JAX device.
+    link_bytes_per_s: float | None = None  # The bandwidth of a link between chips, in one direction.
+    core_bytes_per_s: float | None = None  # The bandwidth between the two devices of a chip, in one direction.
+    chip: str = ""  # The generation that was measured.
+    source: str = ""  # The file and date of the report, for people.
 
     @property
     def figures(self) -> dict[str, float]:

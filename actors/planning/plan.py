@@ -1,6 +1,8 @@
 """`wan-tpu plan`: GiB, seconds and dollars of a published model on slices, before any is rented."""
 
 import argparse
+import dataclasses
+import itertools
 import json
 import os
 import re
@@ -21,15 +23,21 @@ from wan_tpu.commands.parser import Parser, add_mesh, add_precision
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import list_published, name_of, published_spec
 from wan_tpu.media.video import check_folder, check_output
+from wan_tpu.plan import DECODER, ENCODER
+from wan_tpu.reference import Reference
 from wan_tpu.request import GenerationRequest, ResolvedRequest, parse_size
 from wan_tpu.runtime import memory
+from wan_tpu.spec import ModelSpec
+from wan_tpu.storage.folder import cache_folder
+from wan_tpu.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from wan_tpu.pricing.plan import StageNeeds
-    from wan_tpu.pricing.planner import Planner
+    from wan_tpu.pricing.plan import SlicePlan, StageNeeds
+    from wan_tpu.pricing.planner import SlicePlanner
 
 PLOTS = (".png", ".svg", ".pdf")
 MAX_LAYOUTS = 8  # The most layouts that are listed.
+_ANY = Reference("image", None, 512, 512)
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _SUMMARY = """Plan a published model on TPU slices: does it fit, how long does it take, on which mesh, and what does a
 video cost?
@@ -39,12 +47,13 @@ video cost?
     wan-tpu plan --model MODEL --layout a14b-balanced-v6e [--spot]
     wan-tpu plan --model MODEL --slice v6e-4 --slice v6e-8 --videos_a_day 5000 --within 10m [--spot]
 
-The first also says what the denoise step would be on each other mesh of the slice. On two cores it takes 13 minutes the
-first time, six with --no-meshes, and seconds from then on. The third says what a layout makes and costs, the last which
-layout meets a demand for the least money. With --calibration doctor.json, seconds are priced with what `wan-tpu doctor`
-measured: clock, grid steps, device memory, links.
+A few plans of published models at their own sizes are shipped: these take seconds, and say with which
+versions they were made. All else is compiled, as is everything with --anew: on two cores six minutes the first time, 13
+with --meshes, which also says what the denoise step would be on each other mesh, and seconds from then on. The third
+says what a layout makes and costs, the last which layout meets a demand for the least money. With --calibration
+doctor.json, seconds are priced with what `wan-tpu doctor` measured: clock, grid steps, device memory, links.
 
-Every program is compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
+Programs are compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
 needed. What was compiled once is kept in --compiled. docs/performance.md says what the seconds and dollars mean.
 """
 
@@ -55,30 +64,50 @@ def plan(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # Slices are described; this machine's own accelerators stay untouched.
     if args.plot:
         _check_plot(args.plot)
-    _check_compiled(args.compiled)
+    check_folder(args.compiled, "--compiled")
     args.calibration = None if args.calibration is None else load_calibration(args.calibration)
     if args.layout is not None or args.videos_a_day is not None:
         _print_costs(args)
         return 0
+    if args.program is not None:
+        _check_program(args.program, args.model)
     return _print_programs(args)
 
 
+def _check_program(name: str, model: str) -> None:
+    """Raise `InvalidInput` for a name that no program of a model begins with; tracing them all takes a minute."""
+    from wan_tpu.aot.names import ADAPTERS, DENOISE_PROGRAMS, KEYS, UNGUIDED_KEYS
+
+    spec = published_spec(model)
+    parts = [own for stage, own in spec.components.items() if stage not in spec.expert_stages]
+    programs = (*itertools.chain(*parts), KEYS, UNGUIDED_KEYS, *DENOISE_PROGRAMS, ADAPTERS)
+    if not any(name == other or name.startswith((f"{other} ", f"{other},")) for other in programs):
+        raise InvalidInput(
+            f"there is no program {name!r}{did_you_mean(name, programs)}; it is one of "
+            f"{', '.join(map(repr, programs))}, or a part of one, such as 'decoder first'"
+        )
+
+
 def _print_programs(args: argparse.Namespace) -> int:
-    from wan_tpu.pricing.plan import STEP
+    from wan_tpu.aot.names import STEP
     from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 
     plans, alternatives = [], []  # The requested plans, and the denoise step's on other meshes.
-    planners = [_make_planner(args, SliceSpec(name)) for name in args.slice]
-    for planner in planners:  # All are checked before the first is compiled for.
-        planner.mesh((args.dp, args.sp, args.tp))
-    for planner in planners:
-        plans.append(planner.plan((args.dp, args.sp, args.tp), only=args.program))
+    mesh = (args.dp, args.sp, args.tp)
+    shipped = {name: _find_shipped(args, SliceSpec(name), mesh) for name in args.slice}
+    planners = {
+        name: _make_planner(args, SliceSpec(name)) for name in args.slice if shipped[name] is None or args.meshes
+    }
+    for planner in planners.values():  # All are checked before the first is compiled for.
+        planner.mesh(mesh)
+    for name in args.slice:
+        plans.append(shipped[name] or planners[name].plan(mesh, only=args.program))
         if args.meshes:
-            others = [mesh for mesh in planner.meshes() if mesh != plans[-1].mesh]
+            others = [other for other in planners[name].meshes() if other != plans[-1].mesh]
             print(f"then the denoise step on {len(others)} other meshes", file=sys.stderr)
-            alternatives += [planner.plan(mesh, only=STEP) for mesh in others]
+            alternatives += [planners[name].plan(other, only=STEP) for other in others]
     if args.plot:
-        draw([plan for plan in plans if any(program.name == STEP for program in plan.programs)], args.plot)
+        draw(plans, args.plot)
     if args.json:
         print(
             json.dumps({"plans": [to_json(plan) for plan in plans], "other_meshes": [to_json(p) for p in alternatives]})
@@ -90,10 +119,27 @@ def _print_programs(args: argparse.Namespace) -> int:
     return 1 if any(program.compiled.refused for plan in plans for program in plan.programs) else 0
 
 
-def _make_planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
-    from wan_tpu.pricing.planner import Planner
+def _find_shipped(args: argparse.Namespace, kind: SliceSpec, mesh: Sequence[int | None]) -> "SlicePlan | None":
+    """Return the shipped plan of what was asked for, and say where it is from; None if that must be compiled."""
+    counts = args.images is not None or args.prompt_tokens is not None or args.references
+    if args.anew or args.program or args.calibration or counts or args.decoder:
+        return None
+    from wan_tpu.pricing import shipped_plans
+    from wan_tpu.pricing.question import Question
 
-    return Planner(
+    request = _read_request(args)
+    shipped = shipped_plans.find(args.model, Question.of(kind.name, args.dtype, request), mesh)
+    if shipped is None:
+        return None
+    made = f"{shipped.made['date']} with jax {shipped.made['jax']} and libtpu {shipped.made['libtpu']}"
+    print(f"{kind.name}: shipped figures, made on {made}; --anew compiles", file=sys.stderr)
+    return shipped.answer(args.model, describe_slice(kind), request)
+
+
+def _make_planner(args: argparse.Namespace, kind: SliceSpec) -> "SlicePlanner":
+    from wan_tpu.pricing.planner import SlicePlanner
+
+    return SlicePlanner(
         args.model,
         _read_request(args),
         describe_slice(kind, args.calibration),
@@ -102,6 +148,7 @@ def _make_planner(args: argparse.Namespace, kind: SliceSpec) -> "Planner":
         report=_make_report(),
         images=args.images,
         prompt_tokens=args.prompt_tokens,
+        decoder=args.decoder,
     )
 
 
@@ -116,7 +163,12 @@ def _read_request(args: argparse.Namespace) -> ResolvedRequest:
         preset=args.preset,
         cache=args.cache,
     )
-    spec = published_spec(args.model)
+    spec = published_spec(args.model, args.decoder)
+    if args.references:
+        # A model that takes none refuses any.
+        usual = spec.typical_references(request) if spec.takes_references else ()
+        typical, *_ = *usual, dataclasses.replace(request, references=(_ANY,))
+        request = dataclasses.replace(typical, references=tuple(typical.references or ()) * args.references)
     return spec.plan(request, image="t2v" not in spec.tasks, last=spec.last_images == "required").request
 
 
@@ -125,13 +177,17 @@ def _read_request(args: argparse.Namespace) -> ResolvedRequest:
 
 def _print_costs(args: argparse.Namespace) -> None:
     """Print what a layout makes and costs, or the layouts that meet a demand."""
+    if args.references and args.layout is None:
+        raise InvalidInput("--references is for plans of slices and layouts; leave it out beside --videos_a_day")
     spec, request = published_spec(args.model), _read_request(args)
     assumptions = CapacityAssumptions(
         Prices.load(args.prices), args.capacity, args.region, args.busy, args.cold_start_s, args.starts_a_day
     )
     layout = None if args.layout is None else Layout.load(args.layout)
     if layout is not None:
-        layout.check_stages(spec.stages)
+        layout.check_stages(tuple(spec.components), spec.optional_stages)
+        if missing := ", ".join(sorted(_list_stages(spec, request) - layout.stages)):
+            raise InvalidInput(f"{args.layout} has no {missing}, which these requests need; leave --references out")
     measured = ""
     for kind in [pool.slice for pool in layout.pools] if layout else map(SliceSpec, args.slice):
         assumptions.prices.chip_hour(
@@ -179,16 +235,23 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     from wan_tpu.pricing.plan import add_memory
 
     spec, request = published_spec(args.model), _read_request(args)
+    used = _list_stages(spec, request)
     needs: dict[str, dict[str, StageNeeds]] = {}
     tasks: list[tuple[SliceSpec, Sequence[int | None], Sequence[str]]]
     if layout is None:
         tasks = [(SliceSpec(name), (None, None, None), spec.stages) for name in args.slice]
     else:
-        tasks = [(pool.slice, pool.mesh, pool.stages) for pool in layout.pools]
+        tasks = [(pool.slice, pool.mesh, [s for s in pool.stages if s in used]) for pool in layout.pools]
     for kind, mesh, stages in tasks:
-        slice_plan = _make_planner(args, kind).plan(mesh, stages=stages)
-        experts = [expert for expert in spec.experts(request) if expert.stage in stages]
-        needs.setdefault(kind.name, {}).update(slice_plan.needs(experts))
+        if not stages:  # Other requests than these keep this pool busy.
+            continue
+        if (slice_plan := _find_shipped(args, kind, mesh)) is not None:
+            of_all = slice_plan.needs(spec.experts(request))
+            of_stages = {stage: need for stage, need in of_all.items() if stage in stages}
+        else:
+            experts = [expert for expert in spec.experts(request) if expert.stage in stages]
+            of_stages = _make_planner(args, kind).plan(mesh, stages=stages).needs(experts)
+        needs.setdefault(kind.name, {}).update(of_stages)
         missing = [stage for stage in stages if stage not in needs[kind.name]]
         if layout is not None and missing:
             raise InvalidInput(f"{', '.join(missing)} can't be compiled for a {kind}: wan-tpu plan --slice {kind}")
@@ -196,9 +259,16 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
     def fits(kind: SliceSpec, stages: Sequence[str]) -> bool:
         return memory.fits(add_memory(needs[kind.name][stage] for stage in stages), kind.chip.device_bytes)
 
-    return {
-        kind: {stage: need.seconds for stage, need in stage_needs.items()} for kind, stage_needs in needs.items()
-    }, fits
+    seconds = {kind: {stage: need.seconds for stage, need in of_kind.items()} for kind, of_kind in needs.items()}
+    for pool in () if layout is None else layout.pools:
+        unused = dict.fromkeys(set(pool.stages) - used, 0.0)
+        seconds[pool.slice.name] = unused | seconds.get(pool.slice.name, {})
+    return seconds, fits
+
+
+def _list_stages(spec: ModelSpec, request: ResolvedRequest) -> set[str]:
+    """Return the stages that a request passes."""
+    return {ENCODER, DECODER, *(expert.stage for expert in spec.experts(request))}
 
 
 def _format_table(estimates: Sequence[Estimate]) -> str:
@@ -259,10 +329,6 @@ def _check_plot(file: Path) -> None:
     check_output(file, overwrite=True)
 
 
-def _check_compiled(folder: Path) -> None:
-    check_folder(folder, "--compiled")
-
-
 def _make_report():  # type: ignore[no-untyped-def]
     start = time.monotonic()
     return lambda text: print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
@@ -297,47 +363,76 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="MODEL",
         help="a published model's name or hub id: wan-tpu models",
     )
-    parser.add_argument("--slice", action="append", help="such as v6e-8; may be given several times")
-    parser.add_argument("--size", help="WIDTHxHEIGHT in pixels; default the model's")
-    parser.add_argument("--frames", type=int, help="of the video; default the model's")
-    parser.add_argument("--images", type=int, help="how many a request has; default 1 where the model takes any")
-    parser.add_argument("--prompt_tokens", type=int, help="of a prompt, where programs depend on it; default few")
+    parser.add_argument("--slice", action="append", help="kind of slice, such as v6e-8; may be repeated")
+    parser.add_argument("--size", help="WIDTHxHEIGHT in pixels; default: the model's size")
+    parser.add_argument("--frames", type=int, help="length of the video; default: the model's length")
+    parser.add_argument(
+        "--images", type=int, help="number of images of a request; default: 1 if the model takes images"
+    )
+    parser.add_argument(
+        "--references",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a request with N reference images, seen at the video's size (reference_size match)",
+    )
+    parser.add_argument(
+        "--prompt_tokens",
+        type=int,
+        help="length of the prompt, if the model's programs depend on it; default: a short one",
+    )
     parser.add_argument("--preset", help="a named way to sample, such as lightning")
-    parser.add_argument("--cache", help="skipped steps, such as magcache")
-    parser.add_argument("--steps", type=int, help="denoising steps, of all experts together; default the model's")
-    parser.add_argument("--guidance_scale", type=float, help="1 turns guidance off: one branch a step, not two")
+    parser.add_argument("--decoder", help="decoder in place of the usual one, such as diffusion")
+    parser.add_argument("--cache", help="step cache, such as magcache")
+    parser.add_argument("--steps", type=int, help="denoising steps of all experts together; default: the model's")
+    parser.add_argument("--guidance_scale", type=float, help="1 turns guidance off, which halves the work of a step")
     add_precision(parser)
     add_mesh(parser)
     parser.add_argument(
         "--meshes",
-        action=argparse.BooleanOptionalAction,
-        help="the denoise step on every other mesh, too; the default where neither mesh nor program is chosen",
+        action="store_true",
+        help="also plan the denoise step on every other mesh",
     )
-    parser.add_argument("--program", help='only this one, such as "denoise step"')
+    parser.add_argument("--anew", action="store_true", help="compile even if a plan is shipped")
+    parser.add_argument("--program", help='plan only this program, such as "denoise step"')
     parser.add_argument(
         "--calibration", type=Path, help="doctor.json of such a slice: its measured figures in place of published ones"
     )
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
-    parser.add_argument("--plot", type=Path, help="an image: of the denoise steps' seconds, or of layouts' dollars")
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    parser.add_argument("--compiled", type=Path, default=home / "wan-tpu" / "plan", help="default %(default)s")
-    money = parser.add_argument_group("dollars")
-    money.add_argument("--layout", help="a layout file, or a shipped one: what it makes and costs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--plot", type=Path, help="write an image of a video's seconds by cause, or of the dollars of layouts"
+    )
+    parser.add_argument("--compiled", type=Path, default=cache_folder() / "plan", help="default %(default)s")
+    money = parser.add_group("dollars")
+    money.add_argument("--layout", help="say what this layout makes and costs: a file, or the name of a shipped one")
     money.add_argument("--videos_a_day", type=_parse_positive, help="find the cheapest layout that makes this many")
-    money.add_argument("--within", type=_parse_duration, default=float("inf"), help="of being asked for: 90s, 10m, 2h")
+    money.add_argument(
+        "--within",
+        type=_parse_duration,
+        default=float("inf"),
+        help="the longest time from a request to its video: 90s, 10m, 2h",
+    )
     money.add_argument(
         "--spot", dest="capacity", action="store_const", const="spot", default="on-demand", help="spot prices"
     )
-    money.add_argument("--capacity", default="on-demand", help="of the table of prices; default %(default)s")
-    money.add_argument("--region", help="of the table of prices; default the cheapest")
+    money.add_argument("--capacity", default="on-demand", help="column of the price table; default %(default)s")
+    money.add_argument("--region", help="region of the price table; default: the cheapest")
     money.add_argument("--prices", type=Path, help="your own table, of the form of cluster/costs/prices.yaml")
     money.add_argument(
-        "--busy", type=float, default=0.8, help="share of its time that a slice may; default %(default)s"
+        "--busy",
+        type=float,
+        default=0.8,
+        help="the largest share of its time that a slice may work; default %(default)s",
     )
     money.add_argument(
-        "--cold_start_s", type=_parse_positive, default=120.0, help="until a slice works; default %(default)s"
+        "--cold_start_s",
+        type=_parse_positive,
+        default=120.0,
+        help="seconds from the start of a slice until it works; default %(default)s",
     )
-    money.add_argument("--starts_a_day", type=_parse_positive, default=1.0, help="of each slice; default %(default)s")
+    money.add_argument(
+        "--starts_a_day", type=_parse_positive, default=1.0, help="starts of each slice a day; default %(default)s"
+    )
     parser.set_defaults(capacity="on-demand")  # Two options set it.
     args = parser.parse_args(argv)
     if not 0 < args.busy < 1:
@@ -348,6 +443,4 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             "or a smaller --cold_start_s"
         )
     args.slice = args.slice or ["v6e-8"]
-    if args.meshes is None:
-        args.meshes = args.program is None and (args.dp, args.sp, args.tp) == (None, None, None)
     return args

@@ -25,7 +25,7 @@ from cluster.provision.queued import request_slices
 from cluster.provision.target import CAPACITIES, Target
 from wan_tpu.commands.parser import Parser, as_words, flag_of
 from wan_tpu.errors import InvalidInput, OutputError
-from wan_tpu.storage.addresses import is_bucket
+from wan_tpu.storage.addresses import KINDS, is_bucket
 
 # Options that describe the Kubernetes objects. All other options are passed on to the service or the batch.
 _KUBERNETES_OPTIONS = (
@@ -97,15 +97,15 @@ def manifests(argv: Sequence[str]) -> int:
 
 
 def _add_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("Kubernetes")
-    purpose = group.add_mutually_exclusive_group()
+    group = parser.add_group("Kubernetes")
+    purpose = group.add_alternatives()
     purpose.add_argument(
         "--service", action="store_true", help="print a RayService, which gets the arguments of wan-tpu serve"
     )
     purpose.add_argument(
-        "--job", metavar="MANIFEST", help="print a RayJob, which makes every video of a manifest in gs:// or s3://"
+        "--job", metavar="MANIFEST", help=f"print a RayJob, which makes every video of a manifest in {KINDS}"
     )
-    group.add_argument("--output", help="where a --job writes its videos: gs:// or s3://")
+    group.add_argument("--output", help=f"where a --job writes its videos: {KINDS}")
     group.add_argument(
         "--kustomize",
         type=Path,
@@ -310,6 +310,5 @@ def _check_reachable(args: argparse.Namespace, *names: str) -> None:
         is_hub_id = name == "model_id" and not Path(str(value)).exists()
         if value is not None and not is_bucket(value) and not is_hub_id:
             raise InvalidInput(
-                f"{flag_of(name)} {value} isn't in a bucket; pods can't read this machine's files, so give gs:// or "
-                "s3://"
+                f"{flag_of(name)} {value} isn't in a bucket; pods can't read this machine's files, so give {KINDS}"
             )

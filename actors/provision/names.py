@@ -8,13 +8,7 @@ _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 
 
 def check_name(flag: str, name: str, example: str) -> None:
-    """Raise `InvalidInput` unless a name may begin the names of Kubernetes objects and of Google Cloud's machines.
-
-    Args:
-        flag: The option with the name.
-        name: The name.
-        example: A name that is allowed.
-    """
+    """Raise `InvalidInput` unless a name may begin the names of Kubernetes objects and of Google Cloud's machines."""
     # Names may have 63 characters, of which suffixes need some.
     if len(name) > 40 or re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) is None:
         raise InvalidInput(
@@ -24,13 +18,7 @@ def check_name(flag: str, name: str, example: str) -> None:
 
 
 def check_label(flag: str, label: str, example: str) -> None:
-    """Raise `InvalidInput` unless a name, such as that of a namespace, is an RFC 1123 label.
-
-    Args:
-        flag: The option with the name.
-        label: The name.
-        example: A name that is allowed.
-    """
+    """Raise `InvalidInput` unless a name, such as that of a namespace, is an RFC 1123 label."""
     if len(label) > 63 or re.fullmatch(_LABEL, label) is None:
         raise InvalidInput(
             f"{flag} is {label!r}; give up to 63 lower-case letters, digits and dashes, with no dash first or last, "

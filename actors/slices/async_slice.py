@@ -23,6 +23,8 @@ from actors.errors import (
     StageInterrupted,
     StageQueuedTooLong,
 )
+from actors.observe.span import Start
+from actors.slices.messages import HostProgress
 from cluster.errors import CallFailed, SliceLost
 from cluster.gang.protocol import LANES, Lane
 from cluster.gang.slice import Returned, Slice
@@ -35,6 +37,8 @@ T = TypeVar("T")
 HANG_FACTOR = 20.0  # A call counts as hung when it takes this many times as long as the fastest of its kind.
 # Only for the latest kinds of calls is the fastest time remembered, because requests may have any number of sizes.
 MAX_KINDS = 256
+COMPILING_S = 2.0  # What is compiled faster, or loaded from a cache, isn't worth a report.
+_LOOK_S = 0.5  # Pause between two looks at whether a call compiles.
 
 
 class AsyncSlice:
@@ -47,6 +51,7 @@ class AsyncSlice:
         self._on_lost = on_lost
         self._lanes = {lane: asyncio.Lock() for lane in LANES}
         self._fastest: dict[tuple[str, Hashable], float] = {}  # Seconds of the fastest call of a kind.
+        self._compiling: Start | None = None  # Since when the call in lockstep has been compiling.
 
     async def call(self, method: str, *args: Any, lane: Lane = "lockstep", kind: Hashable | None = None) -> Returned:
         """Run a method of the hosts, as `Slice.call` does.
@@ -54,9 +59,6 @@ class AsyncSlice:
         When cancelled, this waits until the call has ended, so that no step runs unattended.
 
         Args:
-            method: The method's name.
-            args: Its arguments.
-            lane: The lane that the call runs in.
             kind: A key shared by calls that take equally long. The method's value must begin with the seconds that it
                 spent compiling. A call counts as hung, which ends the slice, if its time without compiling is
                 `HANG_FACTOR` times that of the fastest call with the same key.
@@ -71,7 +73,8 @@ class AsyncSlice:
         timeouts = self._slice.timeouts
         fastest = None if kind is None else self._fastest.get((method, kind))
         limit_s = timeouts.build_s if fastest is None else max(timeouts.hung_s, HANG_FACTOR * fastest)
-        run = functools.partial(self._slice.call, method, *args, lane=lane, timeout_s=limit_s)
+        watch = self._note_progress if lane == "lockstep" else None
+        run = functools.partial(self._slice.call, method, *args, lane=lane, timeout_s=limit_s, on_progress=watch)
         try:
             async with self._lanes[lane]:  # Calls don't wait in threads: many may wait for one slow download.
                 start = time.monotonic()
@@ -87,6 +90,22 @@ class AsyncSlice:
             if isinstance(cause, ray.exceptions.RayError):
                 raise InputLost(f"{self._slice.name}: {method} can't get its input ({type(cause).__name__})") from None
             raise self._classify(method, cause, fitted=fastest is not None) from None
+        finally:
+            if watch is not None:
+                self._compiling = None
+
+    async def find_compiling(self, work: asyncio.Task[Any]) -> Start | None:
+        """Wait until work ends, and return None, or until the slice compiles: since when, in that case."""
+        while not work.done():
+            since = self._compiling
+            if since is not None and since.elapsed_s >= COMPILING_S:
+                return since
+            await asyncio.wait([work], timeout=_LOOK_S)
+        return None
+
+    def _note_progress(self, progress: HostProgress) -> None:
+        """Note since when the first host compiles. This is called in a thread of the call."""
+        self._compiling = None if progress.within_s is None else self._compiling or Start()
 
     def _classify(self, method: str, cause: BaseException | None, *, fitted: bool) -> PipelineError:
         """Return the error that says what is to blame; `fitted` says that the same kind of call has fit before."""
@@ -149,13 +168,7 @@ class FailureTracker:
     """
 
     def __init__(self, replica: str, attempts: int, replace: Callable[[str], None]) -> None:
-        """Count from zero.
-
-        Args:
-            replica: Serve's name for the slice's leader.
-            attempts: How many failures in a row replace the slice.
-            replace: Called with the reason to replace the slice.
-        """
+        """Count from zero; after `attempts` failures in a row, call `replace` with the reason to replace the slice."""
         self._replica, self._attempts, self._replace = replica, attempts, replace
         self._failing: dict[str, list[str]] = {}  # Keys of requests, by stage.
 

@@ -21,7 +21,6 @@ class RayObjects:
     """Ray's object store."""
 
     def get(self, ref: Any) -> Any:
-        """Return an object."""
         return ray.get(ref)
 
     def put(self, value: Any) -> Any:
@@ -31,22 +30,13 @@ class RayObjects:
 
 @dataclass(frozen=True)
 class LeaderDependencies:
-    """What one leader depends on.
+    """What one leader depends on."""
 
-    Attributes:
-        replica: Serve's name for this process.
-        status: The pipeline's status actor.
-        snapshots: Where states of unfinished requests are stored.
-        take: Waits for a slice and starts its hosts, as `cluster.gang.slice.take` does.
-        find_drain_s: Returns in how many seconds hosts will be taken away, as `cluster.draining.find_drain_s` does.
-        store: Ray's object store.
-        end_process: Ends this process at once.
-    """
-
-    replica: str
+    replica: str  # Serve's name for this process.
     status: StatusActor
-    snapshots: Storage
-    take: Callable[..., Slice] = take
+    snapshots: Storage  # Where states of unfinished requests are stored.
+    take: Callable[..., Slice] = take  # Waits for a slice and starts its hosts, as `cluster.gang.slice.take` does.
+    # Returns in how many seconds hosts will be taken away, as `cluster.draining.find_drain_s` does.
     find_drain_s: Callable[[Iterable[str]], float | None] = find_drain_s
     store: ObjectStore = field(default_factory=RayObjects)
     end_process: Callable[[], object] = lambda: os._exit(1)

@@ -11,12 +11,7 @@ class DrainState:
     """Whether one slice is being drained, and how long it has left."""
 
     def __init__(self, name: str, hand_over_s: float) -> None:
-        """Start without a drain.
-
-        Args:
-            name: The leader's name, for messages.
-            hand_over_s: Time reserved at the end of a drain, to copy a state out of the slice and store it.
-        """
+        """Start without a drain; at the end of one, `hand_over_s` are reserved to copy a state out and store it."""
         self._name, self._hand_over_s = name, hand_over_s
         self._deadline: float | None = None  # On the clock of `time.monotonic()`.
         self._keepers = 0  # The number of blocks that keep the leader alive.

@@ -81,7 +81,6 @@ class FragmentQueues:
             self._queues.pop(key, None)
 
     def list_keys(self) -> list[str]:
-        """Return the keys of all videos here."""
         with self._changed:
             return list(self._queues)
 
@@ -103,17 +102,10 @@ class FragmentTaker:
 
     Attributes:
         begun: Set when the decoder has its turn: until then, others use the lane.
-        index: The index of the next fragment.
     """
 
     def __init__(self, slice_: AsyncSlice, host_key: str, first: int = 0) -> None:
-        """Take nothing yet.
-
-        Args:
-            slice_: The slice.
-            host_key: The request's key on the hosts.
-            first: How many fragments of the video were taken before.
-        """
+        """Take nothing yet; `first` is how many fragments of the video were taken before."""
         self._slice, self._host_key = slice_, host_key
         self.index, self._may_follow = first, True
         self.has_begun = asyncio.Event()

@@ -137,24 +137,22 @@ class SliceLeader:
     def _make_progress_report(self, activity: Activity) -> Callable[[HostProgress], None]:
         return lambda now: self._report(activity, f"{now.item}, {format_count(now.done, now.total, now.unit)}")
 
-    # ---- The stages, as Serve calls them.
+    # ---- The stages, as Serve calls them; `StageRunner` describes them.
 
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncIterator[Event]:
-        """Encode a prompt, as `StageRunner.encode_text`."""
-        async with contextlib.aclosing(self._get_runner(request).encode_text(request, prompt)) as events:
+        async with contextlib.aclosing(self._get_runner().encode_text(request, prompt)) as events:
             async for event in events:
                 yield event
 
     async def encode_image(self, request: SliceRequest, full_request: ResolvedRequest) -> AsyncIterator[Event]:
-        """Encode a request's image, as `StageRunner.encode_image`."""
         await self._register_program(request.plan.shapes[ENCODER])
-        async with contextlib.aclosing(self._get_runner(request).encode_image(request, full_request)) as events:
+        async with contextlib.aclosing(self._get_runner().encode_image(request, full_request)) as events:
             async for event in events:
                 yield event
 
     async def check_adapters(self, request: SliceRequest) -> AsyncIterator[Event]:
         """Check a request's adapters, as `StageRunner.check_adapters`. The stream, like that of all calls, is empty."""
-        await self._get_runner(request).check_adapters(request)
+        await self._get_runner().check_adapters(request)
         no_events: tuple[Event, ...] = ()
         for event in no_events:
             yield event
@@ -162,38 +160,25 @@ class SliceLeader:
     async def denoise(
         self, request: SliceRequest, inputs: list[RefHandle | None], state: RefHandle | None, step: int | None
     ) -> AsyncIterator[Event]:
-        """Run the remaining steps of this pool, as `StageRunner.denoise`."""
         await self._register_program(request.plan.shapes[request.plan.experts_on(self._stages)[0].stage])
-        async with contextlib.aclosing(self._get_runner(request).denoise(request, inputs, state, step)) as events:
+        async with contextlib.aclosing(self._get_runner().denoise(request, inputs, state, step)) as events:
             async for event in events:
                 yield event
 
-    async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncIterator[Event]:
-        """Decode final latents, as `StageRunner.decode`."""
+    async def decode(self, request: SliceRequest, state: RefHandle | None) -> AsyncIterator[Event]:
         await self._register_program(request.plan.shapes[DECODER])
-        async with contextlib.aclosing(self._get_runner(request).decode(request, state)) as events:
+        async with contextlib.aclosing(self._get_runner().decode(request, state)) as events:
             async for event in events:
                 yield event
 
-    async def decode_chunks(self, request: SliceRequest) -> AsyncIterator[Event]:
-        """Decode chunks of latents as they are denoised, as `StageRunner.decode_chunks`."""
-        await self._register_program(request.plan.shapes[DECODER])
-        async with contextlib.aclosing(self._get_runner(request).decode_chunks(request)) as events:
-            async for event in events:
-                yield event
-
-    def _get_runner(self, request: SliceRequest) -> StageRunner:
-        """Return the runner of a request's stages; raise `StageMoved` when new requests are refused."""
+    def _get_runner(self) -> StageRunner:
+        """Return the runner of the slice's stages; raise `StageMoved` when new requests are refused."""
         self._drain.check()
         assert self._runner is not None
         return self._runner
 
     async def profile(self, output: str, seconds: float) -> tuple[str, int]:
         """Trace what the slice computes.
-
-        Args:
-            output: A folder, or a bucket's address.
-            seconds: How long to trace.
 
         Returns:
             The run's name, and how many bytes one host wrote.
@@ -272,7 +257,6 @@ class SliceLeader:
         self._report("busy" if self._runner.work else "idle")
 
     def _report(self, activity: Activity, detail: str = "") -> None:
-        """Report to the status actor what this leader is doing."""
         if self._ended or self._drain.has_begun:
             return
         work = () if self._runner is None else tuple(self._runner.work)

@@ -13,21 +13,13 @@ Report = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class HostProgress:
-    """Reported while a method runs.
-
-    Attributes:
-        item: The stage, component or program in progress.
-        done: The number of units that are done.
-        total: The number of all units.
-        unit: The unit, such as "B".
-        within_s: The most seconds until the next report or the end, if a call may take longer than usual, such as for
-            compiling.
-    """
+    """Reported while a method runs."""
 
     item: str
     done: int
     total: int
     unit: str = ""
+    # The most seconds until the next report or the end, if a call may take longer than usual, such as for compiling.
     within_s: float | None = None
 
 
@@ -38,11 +30,9 @@ class ReportedProgress:
         self._report, self._item, self._total, self._unit, self._done = report, item, total, unit, 0
 
     def bar(self, stage: str, total: int, unit: str = "") -> "ReportedProgress":
-        """Start a stage of `total` units."""
         return ReportedProgress(self._report, stage, total, unit)
 
     def step(self, units: int = 1) -> None:
-        """Report that more units are done."""
         self._done += units
         self._report(HostProgress(self._item, self._done, self._total, self._unit))
 
@@ -52,57 +42,36 @@ class ReportedProgress:
 
 @dataclass(frozen=True)
 class SliceRequest:
-    """A request, as its driver sends it to the slices that run its stages.
-
-    Attributes:
-        key: The caller's name for the request.
-        plan: The request's plan without the image, which only `encode_image` gets.
-        scope: Where the request's payloads wait between two stages.
-        snapshots: The name of the request's snapshots (`actors.slices.snapshots.name_of`).
-        priority: A request of higher priority runs between two steps of this one.
-        arrival_s: When the request reached its driver, by `time.time()`. Among requests of equal priority, the earliest
-            goes first.
-        avoid: Serve's names of the replicas whose slices have failed the request; other replicas are preferred.
-        choices: The router's reasons for choosing each replica, by Serve's names, filled in while a call is routed.
-        fragments: Whether the decoder's stream carries the video's fragments.
-        previews: Whether the experts' streams carry pictures of the unfinished video.
-    """
+    """A request, as its driver sends it to the slices that run its stages."""
 
     key: str
-    plan: RequestPlan
-    scope: RequestScope
-    snapshots: str
-    priority: int = 0
+    plan: RequestPlan  # The request's plan without the image, which only `encode_image` gets.
+    scope: RequestScope  # Where the request's payloads wait between two stages.
+    snapshots: str  # The name of the request's snapshots (`actors.slices.snapshots.name_of`).
+    priority: int = 0  # A request of higher priority runs between two steps of this one.
+    # When the request reached its driver, by `time.time()`. Among requests of equal priority, the earliest goes first.
     arrival_s: float = 0.0
+    # Serve's names of the replicas whose slices have failed the request; other replicas are preferred.
     avoid: frozenset[str] = frozenset()
+    # The router's reasons for choosing each replica, by Serve's names, filled in while a call is routed.
     choices: Mapping[str, str] = field(default_factory=dict, hash=False)
-    fragments: bool = False
-    previews: bool = False
+    fragments: bool = False  # Whether the decoder's stream carries the video's fragments.
+    previews: bool = False  # Whether the experts' streams carry pictures of the unfinished video.
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """The result of a stage, the last event of its stream.
-
-    Attributes:
-        handle: The result's payload.
-        step: How many denoising steps are done.
-        warnings: Warnings for the user, such as that a prompt was cut.
-    """
+    """The result of a stage, the last event of its stream."""
 
     handle: RefHandle
     step: int | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # Warnings for the user, such as that a prompt was cut.
+    seconds: float | None = None  # Of an encoded prompt: how long the model finds its video to be, if it says so.
 
 
 @dataclass(frozen=True)
 class InputsTaken:
-    """Reports that a stage has its inputs on the devices, so that their payloads aren't needed any more.
-
-    Attributes:
-        seconds: How long the transfer took.
-        nbytes: The size of the inputs.
-    """
+    """Reports that a stage has its inputs on the devices, so that their payloads aren't needed any more."""
 
     seconds: float
     nbytes: int
@@ -113,10 +82,6 @@ class EncodedFragment:
     """A fragment of the mp4 that a decoder is still encoding.
 
     It is small enough to travel in the stream itself. So a caller that has the stage's result also has all fragments.
-
-    Attributes:
-        index: The fragment's number in this decoding.
-        content: The fragment's bytes.
     """
 
     index: int
@@ -125,24 +90,15 @@ class EncodedFragment:
 
 @dataclass(frozen=True)
 class PreviewPainted:
-    """A picture of a video that is being denoised.
-
-    Attributes:
-        step: How many steps were done.
-        picture: The picture, a JPEG of at most a few hundred kB.
-    """
+    """A picture of a video that is being denoised."""
 
     step: int
-    picture: bytes
+    picture: bytes  # The picture, a JPEG of at most a few hundred kB.
 
 
 @dataclass(frozen=True)
 class ChunkDenoised:
-    """Reports that a chunk of a video can be decoded, and that the request's scope has the chunk's latents.
-
-    Attributes:
-        chunk: The chunk's number, from 0.
-    """
+    """Reports that a chunk of a video can be decoded, and that the request's scope has the chunk's latents."""
 
     chunk: int
 

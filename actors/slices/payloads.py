@@ -26,15 +26,11 @@ class TextEmbedding:
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """A finished video.
+    """A finished video."""
 
-    Attributes:
-        mp4: The file, uint8 [bytes].
-        last_frame: The last frame before compression, uint8 [H, W, 3], if it is known.
-    """
-
-    mp4: np.ndarray
-    last_frame: np.ndarray | None = None
+    mp4: np.ndarray  # The file, uint8 [bytes].
+    last_frame: np.ndarray | None = None  # The last frame before compression, uint8 [H, W, 3], if it is known.
+    tail: np.ndarray | None = None  # Its end (`wan_tpu.tail.Tail.dump`), uint8 [bytes], if the request keeps it.
 
 
 Value = TextEmbedding | ImageCondition | DenoiseState | EncodedVideo
@@ -43,23 +39,15 @@ KINDS = {kind.__name__: kind for kind in get_args(Value)}
 
 @dataclass(frozen=True)
 class Payload:
-    """A stage's value in the form in which the object store holds it.
+    """A stage's value in the form in which the object store holds it."""
 
-    Attributes:
-        kind: The name of the value's class.
-        arrays: The value's arrays by field, as `wan_tpu.data.flatten` names them.
-        bfloat16: Names of the arrays that are bfloat16, held as uint16.
-        step: How many steps of a `DenoiseState` are done, so that brokers needn't unpack it.
-    """
-
-    kind: str
-    arrays: dict[str, np.ndarray]
-    bfloat16: frozenset[str] = frozenset()
-    step: int | None = None
+    kind: str  # The name of the value's class.
+    arrays: dict[str, np.ndarray]  # The value's arrays by field, as `wan_tpu.data.flatten` names them.
+    bfloat16: frozenset[str] = frozenset()  # Names of the arrays that are bfloat16, held as uint16.
+    step: int | None = None  # How many steps of a `DenoiseState` are done, so that brokers needn't unpack it.
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
@@ -87,6 +75,7 @@ def unpack(payload: Payload) -> Value:
     return rebuild(KINDS[payload.kind], arrays)
 
 
-def mp4(content: bytes, last_frame: np.ndarray | None = None) -> EncodedVideo:
-    """Return the bytes of an mp4 as a value, without a copy."""
-    return EncodedVideo(np.frombuffer(content, np.uint8), last_frame)
+def mp4(content: bytes, last_frame: np.ndarray | None = None, tail: bytes | None = None) -> EncodedVideo:
+    """Return the bytes of an mp4, and of its end, as a value, without copies."""
+    ending = None if tail is None else np.frombuffer(tail, np.uint8)
+    return EncodedVideo(np.frombuffer(content, np.uint8), last_frame, ending)

@@ -17,9 +17,11 @@ from wan_tpu.families.model import Model
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.plan import AUDIO, VIDEO, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import ColourRange
 from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.chunks import chunk_of
+from wan_tpu.stages.written import Ending, open_mp4
 
 
 class OutOfOrder(WanTpuError):
@@ -44,7 +46,6 @@ class Denoising:
             another size need other positions.
         state: The state to begin from.
         run: The run of the current expert, or None between two experts.
-        previews: Whether previews of the video are wanted.
         painted: Previews that the leader hasn't taken yet: the steps that were done, and JPEGs.
     """
 
@@ -57,7 +58,6 @@ class Denoising:
 
     @property
     def last_state(self) -> DenoiseState:
-        """The state after the last step."""
         run = self.run  # Read once, because the other thread may end it meanwhile.
         return self.state if run is None else run.state
 
@@ -80,9 +80,9 @@ class Decoding:
     """A request whose latents are to be decoded.
 
     Attributes:
-        request: The request.
         frames: The latents, as `stages.decoder_inputs` returns them.
         audio: The sound's latents; None if the video has no sound.
+        ending: The last latents, if the video's end is kept.
         chunk: The number of the chunk that the latents belong to, if the video is decoded chunk by chunk.
         is_last: Whether this is the last chunk of the video.
     """
@@ -92,6 +92,7 @@ class Decoding:
     audio: np.ndarray | None
     chunk: int = 0
     is_last: bool = True
+    ending: Ending | None = None
 
 
 @dataclasses.dataclass
@@ -99,9 +100,7 @@ class OpenVideo:
     """A video that is being decoded: its mp4, and what is tracked across its chunks.
 
     Attributes:
-        mp4: The mp4.
         colours: The range of colours in all frames so far.
-        chunks: How many chunks have been decoded.
     """
 
     mp4: Mp4
@@ -120,13 +119,11 @@ class OpenVideos:
         """Yield a request's video to the block, which decodes one chunk. The video stays open until the last chunk.
 
         Args:
-            key: The request's key.
-            work: The chunk.
             on_fragment: Called with fragments of the video. It takes effect with the first chunk only.
         """
         request, video = work.request, self._videos.pop(key, None)
         if video is None:
-            video = OpenVideo(Mp4(request.fps, on_fragment, hidden_frames=request.hidden_frames))
+            video = OpenVideo(open_mp4(request, on_fragment))
         with contextlib.ExitStack() as stack:
             stack.enter_context(video.mp4)
             if video.chunks != work.chunk:
@@ -138,14 +135,12 @@ class OpenVideos:
                 self._videos[key] = video
 
     def drop(self, key: str) -> None:
-        """Delete an unfinished video, if there is one of that key."""
         video = self._videos.pop(key, None)
         if video is not None:
             with video.mp4:
                 pass
 
     def list_keys(self) -> list[str]:
-        """Return the keys of all unfinished videos."""
         return sorted(self._videos)
 
 
@@ -183,12 +178,10 @@ class PreparedRequests:
         return work
 
     def drop(self, key: str) -> None:
-        """Release a request, if one of that key is held."""
         self._work.pop(key, None)
         self.videos.drop(key)
 
     def list_keys(self) -> list[str]:
-        """Return the keys of all requests that are held."""
         return sorted({*self._work, *self.videos.list_keys()})
 
 
@@ -229,10 +222,15 @@ def place_latents(
             actual["sound"] = audio.shape
     if final is None or actual != needed:
         raise OutOfOrder(f"the decoder received {_describe(actual)}; this request needs {_describe(needed)}")
-    frames = stages.decoder_inputs(runtime, final.latents)
-    return Decoding(request, frames, audio, chunk or 0, chunk is None or last is experts[-1])
+    noise = stages.draw_noise(runtime.model, request, DTYPES[runtime.dtype])
+    frames = stages.decoder_inputs(runtime, final.latents, noise)
+    ending = None
+    # A snapshot of an earlier version lacks the latents of the first of two stages.
+    lacks_latents = final.smaller is None and any(expert.enlarges for expert in experts)
+    if request.keeps_tail and spec.overlap is not None and not lacks_latents:
+        ending = Ending.of_state(spec.overlap, final)
+    return Decoding(request, frames, audio, chunk or 0, chunk is None or last is experts[-1], ending)
 
 
 def _describe(parts: dict[str, Any]) -> str:
-    """Return a state's step and the shapes of its parts as text."""
     return ", ".join(f"{name} {value}" for name, value in parts.items()) or "nothing"

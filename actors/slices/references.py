@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 # Identifies a payload that waits for its next stage, in streams that must not carry references. Handles are never
-# reused, so a store that has lost everything in a restart finds nothing under an old handle.
+# reused, except those of chunks, so a store that has lost everything in a restart finds nothing under an old handle.
 RefHandle = NewType("RefHandle", str)
 
 
@@ -68,6 +68,16 @@ class RequestScope:
         """Store a payload's reference. The caller must keep its own reference until this returns."""
         return RefHandle(await self._actor.put.remote(self._number, [ref]))
 
+    async def put_chunk(self, chunk: int, ref: ray.ObjectRef) -> RefHandle:
+        """Store the latents of a chunk of the video as `put` does, in place of any that are there.
+
+        The payload is also copied to the store's node, because a decoder that starts again needs every chunk.
+        """
+        handle = _name_chunk(chunk)
+        await self._actor.put.remote(self._number, [ref], handle)
+        self._actor.adopt.remote(self._number, handle)
+        return handle
+
     async def get(self, *handles: RefHandle | None) -> list[ray.ObjectRef | None]:
         """Return the references of some handles, and None for None. They stay valid until the handles are dropped.
 
@@ -75,31 +85,25 @@ class RequestScope:
             InputLost: The store doesn't have the payload of a handle, or has lost it.
         """
         keys = [handle for handle in handles if handle is not None]
-        stored = await self._actor.get.remote(self._number, keys)
-        if len(stored) < len(keys):
-            raise InputLost(f"{len(keys) - len(stored)} of {len(keys)} payloads are no longer in the object store")
-        refs = iter(stored)
-        return [None if handle is None else next(refs) for handle in handles]
-
-    async def add_chunk(self, chunk: int, handle: RefHandle) -> None:
-        """Store which payload has the latents of a chunk of the video, until the request ends.
-
-        The payload is also copied to the store's node, because a decoder that starts again needs every chunk.
-        """
-        await self._actor.add_chunk.remote(self._number, chunk, handle)
-        self._actor.adopt.remote(self._number, handle)
+        refs = await self._actor.get.remote(self._number, keys)
+        if len(refs) < len(keys):
+            raise InputLost(f"{len(keys) - len(refs)} of {len(keys)} payloads are no longer in the object store")
+        return [None if handle is None else refs[handle] for handle in handles]
 
     async def find_chunk(self, chunk: int) -> ray.ObjectRef | None:
         """Return the latents of a chunk of the video, or None until the chunk is denoised.
 
+        Chunks are denoised in order, and a decoder is called once the first one is denoised. So a chunk counts as lost
+        if even the previous one is missing.
+
         Raises:
-            InputLost: The store has lost the latents, or those of the previous chunk. The denoiser won't store them
-                again, so waiting for them is of no use.
+            InputLost: The store has lost its chunks. The denoiser won't store them again, so waiting is of no use.
         """
-        is_lost, stored = await self._actor.find_chunk.remote(self._number, chunk)
-        if is_lost:
+        handle, previous = _name_chunk(chunk), _name_chunk(chunk - 1)
+        refs = await self._actor.get.remote(self._number, [handle, previous])
+        if handle not in refs and previous not in refs:
             raise InputLost(f"the latents of chunk {chunk} are no longer in the object store")
-        return stored[0] if stored else None
+        return refs.get(handle)
 
     async def check(self) -> None:
         """Raise `StageInterrupted` if the driver is gone, since nobody else waits for this request."""
@@ -131,6 +135,10 @@ class RequestScope:
     async def is_finished(self) -> bool:
         """Return whether nobody will resume the request."""
         return await self._actor.is_finished.remote(self._number)
+
+
+def _name_chunk(chunk: int) -> RefHandle:
+    return RefHandle(f"chunk {chunk}")
 
 
 @contextlib.asynccontextmanager
@@ -169,36 +177,17 @@ class _RefStoreActor:
 
     def __init__(self) -> None:
         self._scopes: dict[int, dict[str, ray.ObjectRef]] = {}
-        self._chunks: dict[int, dict[int, str]] = {}  # Keys of references, by the scope's number and by chunk.
         self._ended, self._finished = _LatestNumbers(), _LatestNumbers()
 
-    def put(self, scope: int, refs: list[ray.ObjectRef]) -> str:
-        key = secrets.token_hex(16)
+    def put(self, scope: int, refs: list[ray.ObjectRef], key: str | None = None) -> str:
+        key = key or secrets.token_hex(16)
         if scope not in self._ended:
             self._scopes.setdefault(scope, {})[key] = refs[0]
         return key
 
-    def get(self, scope: int, keys: list[str]) -> list[ray.ObjectRef]:
+    def get(self, scope: int, keys: list[str]) -> dict[str, ray.ObjectRef]:
         refs = self._scopes.get(scope, {})
-        return [refs[key] for key in keys if key in refs]
-
-    def add_chunk(self, scope: int, chunk: int, key: str) -> None:
-        if scope not in self._ended:
-            chunks = self._chunks.setdefault(scope, {})
-            self.drop(scope, [chunks[chunk]] if chunk in chunks else [])
-            chunks[chunk] = key
-
-    def find_chunk(self, scope: int, chunk: int) -> tuple[bool, list[ray.ObjectRef]]:
-        """Return whether a chunk is lost, and its reference if it is here.
-
-        Chunks are denoised in order, and a decoder is called once the first one is denoised. So a chunk counts as lost
-        if even the previous one is missing.
-        """
-        chunks = self._chunks.get(scope, {})
-        if chunk not in chunks:
-            return chunk - 1 not in chunks, []
-        refs = self.get(scope, [chunks[chunk]])
-        return not refs, refs
+        return {key: refs[key] for key in keys if key in refs}
 
     async def adopt(self, scope: int, key: str) -> None:
         """Copy a payload, while other calls are served."""
@@ -216,7 +205,6 @@ class _RefStoreActor:
 
     def end(self, scope: int) -> None:
         self._scopes.pop(scope, None)
-        self._chunks.pop(scope, None)
         self._ended.add(scope)
 
     def finish(self, scope: int) -> None:

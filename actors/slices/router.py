@@ -32,7 +32,6 @@ def sample(replicas: Sequence[Replica], rank: Rank[Replica]) -> Sequence[Replica
     """Return the replicas to ask how many calls they have: all, or if there are many, some that are likely to have few.
 
     Args:
-        replicas: All replicas.
         rank: Returns a replica's rank as far as it is known without asking; the lowest is the best.
     """
     if len(replicas) <= MAX_ASKED:
@@ -44,8 +43,6 @@ def rank_replica(name: str, calls: int, *, holds_program: bool, avoid: Set[str])
     """Return a replica's rank for a call; the lowest is the best.
 
     Args:
-        name: The replica's name.
-        calls: How many calls it has.
         holds_program: Whether it holds the program of the call's shapes.
         avoid: Names of replicas whose slices have failed the call's request.
     """
@@ -63,7 +60,7 @@ def explain_choice(ranks: Sequence[ReplicaRank], index: int, *, needs_program: b
     failed, calls, lacks_program = ranks[index]
     other_counts = [rank[1] for i, rank in enumerate(ranks) if i != index]
     if not other_counts:
-        return "the only replica"
+        return "the only replica that answered"
     fewest, most = min(other_counts), max(other_counts)
     reasons = [f"{calls} calls, others {fewest}" + (f" to {most}" if most > fewest else "")]
     if needs_program:

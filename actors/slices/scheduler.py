@@ -43,12 +43,7 @@ class PriorityQueue:
 
     @contextlib.asynccontextmanager
     async def enter(self, priority: int = 0, arrival_s: float = 0.0) -> AsyncIterator[Admission]:
-        """Wait until there is room, and hold it for the block.
-
-        Args:
-            priority: Requests of higher priority go first.
-            arrival_s: When the request arrived, if it may have waited elsewhere before.
-        """
+        """Wait until there is room, and hold it for the block; `arrival_s` counts if a request waited elsewhere."""
         admission = Admission(priority, arrival_s, next(self._numbers))
         try:
             self._enqueue(admission)
@@ -67,7 +62,6 @@ class PriorityQueue:
 
     @property
     def _first(self) -> Admission | None:
-        """The request to admit next, or None."""
         while self._heap and self._heap[0] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -78,7 +72,6 @@ class PriorityQueue:
         self._admit()
 
     def _remove(self, admission: Admission) -> None:
-        """Remove a request, whether it is waiting or admitted."""
         self._waiting.discard(admission)
         self._exit(admission)
         self._admit()
@@ -109,20 +102,16 @@ class StepScheduler(PriorityQueue):
 
     A place is room for a request's arrays on the devices. A request that waits for anything but the devices, such as a
     download, doesn't hold a place.
-
-    Attributes:
-        device: Held for one call of the slice. Encoding and decoding run between two steps of a request, urgent
-            requests first.
-        places: The places of requests that are denoised.
-        other_places: The places of requests that are encoded or decoded.
     """
 
     def __init__(self, max_paused: int = MAX_PAUSED) -> None:
         """Allow at most `max_paused` requests to be paused at a time."""
         super().__init__(limit=1)
+        # Held for one call of the slice. Encoding and decoding run between two steps of a request, urgent requests
+        # first.
         self.device = PriorityQueue(limit=1)
-        self.places = PriorityQueue(MAX_PLACES, max_paused)
-        self.other_places = PriorityQueue(MAX_PLACES, max_paused)
+        self.places = PriorityQueue(MAX_PLACES, max_paused)  # The places of requests that are denoised.
+        self.other_places = PriorityQueue(MAX_PLACES, max_paused)  # The places of requests that are encoded or decoded.
         self._max_paused = max_paused
         self._paused: set[Admission] = set()  # Requests are in here until they run again or are removed.
 

@@ -8,7 +8,6 @@ another request with the same id doesn't resume from them.
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Callable
@@ -22,10 +21,9 @@ from actors.slices.messages import SliceRequest
 from actors.slices.payloads import Payload, pack, unpack
 from actors.slices.references import ObjectStore
 from wan_tpu.data import DenoiseState, dump_value, parse_value
-from wan_tpu.errors import InvalidInput, Unavailable
-from wan_tpu.fields import list_values
-from wan_tpu.identity import identify
-from wan_tpu.request import IMAGES, ResolvedRequest
+from wan_tpu.errors import InvalidInput
+from wan_tpu.identity import digest_states
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.storage.base import MAX_PART_BYTES, Missing, Storage, StorageError
 from wan_tpu.storage.opening import open_storage
 
@@ -50,32 +48,7 @@ def name_of(id: str, request: ResolvedRequest, model: str) -> str:
         request: The request, which determines the states together with the model.
         model: Everything about the model that determines the states, such as checkpoint and dtype.
     """
-    fields = list_values(request)
-    images = [fields.pop(name) for name in IMAGES]
-    fields.pop("hidden_frames", None)  # This field changes the mp4, not the states.
-    digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
-    for image in images:
-        if image is not None:
-            digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
-    paths = [adapter.path for adapter in request.loras] + ([request.video] if isinstance(request.video, str) else [])
-    if versions := {path: version for path in paths if (version := _read_version(path)) is not None}:
-        digest.update(json.dumps(versions, sort_keys=True).encode())
-    return f"{build_stem(id)}.{digest.hexdigest()[:16]}"
-
-
-def _read_version(path: str) -> str | None:
-    """Return the version of a video's or an adapter's content; None if this process can't determine it.
-
-    A source that doesn't answer doesn't fail the request, because the hosts may be able to reach it, and report it if
-    they can't. The name then contains only the path. A later run that does know the version starts from the beginning.
-    That repeats steps, but never mixes the states of different contents.
-    """
-    try:
-        source = identify(path)
-    except Unavailable as error:
-        log.warning("the names of snapshots don't include the version of %s, which can't be read: %s", path, error)
-        return None
-    return None if source is None else source.version
+    return f"{build_stem(id)}.{digest_states(request, model)[:16]}"
 
 
 class Snapshots:
@@ -103,11 +76,9 @@ class Snapshots:
         return pack(value)
 
     def forget(self, request: str, step: int) -> None:
-        """Delete one snapshot."""
         self._storage.delete(_name(request, step))
 
     def delete(self, request: str) -> None:
-        """Delete all snapshots of a request."""
         for step in self._list_steps(request):
             self.forget(request, step)
 

@@ -1,10 +1,10 @@
 """The actor on every host of a slice: it holds the weights and programs of a pool's stages, and runs them call by call.
 
-There are two kinds of methods. Lockstep methods run on every host with the same arguments in the same order, because
-their programs exchange data between hosts; they return how many seconds they spent compiling. Side methods only copy
-between host and devices, so a second thread may run them while a step computes. A request that is invalid
-(`InvalidRequest`), doesn't fit (`DoesNotFit`) or produces NaN (`UnhealthyResult`) raises the same error on every host,
-and the host goes on with the next request.
+Lockstep methods run on every host with the same arguments in the same order, because their programs exchange data
+between hosts; they return how many seconds they spent compiling. All other methods exchange nothing, so threads of
+their own run them while a step computes (the lanes in docs/cluster.md). A request that is invalid (`InvalidRequest`),
+doesn't fit (`DoesNotFit`) or produces NaN (`UnhealthyResult`) raises the same error on every host, and the host goes on
+with the next request.
 
 A request's inputs and state are held on the devices under a key, which is the caller's name for the request.
 """
@@ -31,7 +31,7 @@ from wan_tpu.aot.precompile import compile_all
 from wan_tpu.data import DenoiseState, ImageCondition, join_conditioning
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.pipeline import open_runtime
-from wan_tpu.plan import ENCODER, VIDEO, PromptText, RequestPlan
+from wan_tpu.plan import ENCODER, SECONDS, VIDEO, PromptText, RequestPlan
 from wan_tpu.previews.painter import Painter, encode_jpeg
 from wan_tpu.previews.watching import Preview, Previews
 from wan_tpu.request import GenerationRequest, ResolvedRequest
@@ -40,6 +40,7 @@ from wan_tpu.runtime.runtime import list_adapter_warnings
 from wan_tpu.stage_machine import StageMachine, Step
 from wan_tpu.stages.decode import finish_video
 from wan_tpu.stages.encode import Adapters, fit_warnings
+from wan_tpu.stages.written import cut_tail
 from wan_tpu.switches import OVERLAPPED, OWN_KERNELS, set_switches
 
 COMPILE_S = 1800.0  # Time limit for compiling one program.
@@ -66,7 +67,6 @@ class StageHost(HostProfile):
             checkpoint: A diffusers directory, or a hub id.
             hosted: The pool's stages, a part of `ModelSpec.stages`.
             mesh: Sizes of dp, sp and tp over all devices of the slice; None for the default.
-            dtype: The precision of weights and activations.
             executables: The folder of compiled programs, or None.
             kernels: The kernels that this whole process uses (see `wan_tpu.switches`).
             collectives: How this whole process sends data between devices (see `wan_tpu.switches`).
@@ -141,20 +141,23 @@ class StageHost(HostProfile):
     def encode_text(self, prompt: PromptText, adapted: RequestPlan | None = None) -> Output:
         """Encode one prompt: ((compile_s, warnings), `TextEmbedding`).
 
+        If the model chooses the video's length, its seconds are a third value beside the warnings.
+
         The embedding's bits depend only on prompt, model, dtype, mesh and adapters.
 
         Args:
-            prompt: The prompt.
             adapted: The request's plan if `fetch_text_adapters` has fetched what its adapters change of the encoder.
         """
-        self._check_stage(ENCODER)
+        if ENCODER not in self._stages:
+            raise OutOfOrder(f"this pool hosts {', '.join(self._stages)}; call the one that hosts the {ENCODER}")
         before, warnings = self._runtime.compile_s, list[str]()
         adapters: dict[str, Adapters] = {}
         if adapted is not None:
             adapters = self._fetched_texts.take(adapted)
             check_same_everywhere([adapter for fetched in adapters.values() for adapter in fetched])
         values = stages.encode_prompt(self._runtime, prompt, warnings.append, adapters)
-        return self._output((self._runtime.compile_s - before, warnings), lambda: TextEmbedding(values))
+        seconds = map(float, values.get(SECONDS, ()))
+        return self._output((self._runtime.compile_s - before, warnings, *seconds), lambda: TextEmbedding(values))
 
     def encode_image(self, key: str) -> Output:
         """Encode the image of `prepare_encode`: ((compile_s, warnings), `ImageCondition`)."""
@@ -222,9 +225,10 @@ class StageHost(HostProfile):
         before, work = self._runtime.compile_s, self._prepared.take(key, Decoding)
         sizes, fragments = self._sizes.track(work.request), self._fragments.fill(key)
         with sizes, fragments as on_fragment, self._prepared.videos.add_to(key, work, on_fragment) as decoded:
-            video = decoded.mp4
+            video, sound = decoded.mp4, None
             if work.audio is not None:
-                video.set_audio(*stages.decode_sound(self._runtime, work.audio))
+                sound = stages.decode_sound(self._runtime, work.audio, work.request)
+                video.set_audio(*sound)
             for _, planes in stages.decode_chunks(self._runtime, work.frames, self._progress, decoded.colours):
                 # A failure is raised only at the end, because the other hosts wait for this one in the next exchange.
                 if self._first:
@@ -239,7 +243,15 @@ class StageHost(HostProfile):
         value = self._runtime.compile_s - before, list[str]()
         if not work.is_last:
             return Output(value, None)
-        return self._output(value, lambda: mp4(video.content, video.last_frame))
+        return self._output(value, lambda: mp4(video.content, video.last_frame, self._cut_tail(work, sound)))
+
+    def _cut_tail(self, work: Decoding, sound: tuple[np.ndarray, int] | None) -> bytes | None:
+        """Return the end of a video, if it is kept."""
+        if work.ending is None or self._spec.overlap is None:
+            return None
+        samples, rate = sound or (None, None)
+        tail = cut_tail(self._spec.overlap, work.request, work.ending, samples, rate)
+        return None if tail is None else tail.dump()
 
     # ---- Beside the lockstep, without collectives.
 
@@ -288,13 +300,8 @@ class StageHost(HostProfile):
         The request's adapters must have been fetched before. Neither this nor any step reads them from disk or network.
 
         Args:
-            key: The request's key.
-            plan: The request's plan.
             prompt: The prompt's `TextEmbedding`; None if the image's condition includes it.
-            negative: The negative prompt's `TextEmbedding`, or None.
-            image: The image's `ImageCondition`, or None.
             state: The `DenoiseState` to continue from; None to start before the first step.
-            previews: Whether `step` returns previews.
 
         Returns:
             The bytes of all payloads.
@@ -373,7 +380,6 @@ class StageHost(HostProfile):
         self._fragments.drop(key)
 
     def list_keys(self) -> list[str]:
-        """Return the keys of the requests that are held here."""
         return sorted({*self._prepared.list_keys(), *self._fragments.list_keys()})
 
     # ----
@@ -385,9 +391,3 @@ class StageHost(HostProfile):
     def _stages_of(self, plan: RequestPlan) -> list[str]:
         """Return the denoising stages of a request that are hosted here."""
         return [expert.stage for expert in plan.experts_on(self._stages)]
-
-    def _check_stage(self, stage: str) -> None:
-        if stage not in self._stages:
-            raise OutOfOrder(
-                f"{stage} isn't hosted by this pool ({', '.join(self._stages)}); call a pool that hosts it"
-            )

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from actors.errors import RequestFailed, StageInterrupted, StageMoved, StageQueuedTooLong
@@ -17,10 +17,19 @@ from actors.observe.span import Span, SpanKind, Start, split_compute
 from actors.pipeline_spec import Chips
 from actors.slices.async_slice import AsyncSlice, FailureTracker, wait_despite_cancellation
 from actors.slices.autoscaling import SliceTime
+from actors.slices.chunk_publisher import ChunkPublisher
 from actors.slices.drain import DrainState
 from actors.slices.fragments import FragmentTaker, run_concurrently
-from actors.slices.handover import ChunksPublished, PublishedPayloads, fetch_again
-from actors.slices.messages import ChunkDenoised, Event, InputsTaken, PreviewPainted, SliceRequest, StageResult
+from actors.slices.handover import PublishedPayloads, fetch_again
+from actors.slices.messages import (
+    ChunkDenoised,
+    EncodedFragment,
+    Event,
+    InputsTaken,
+    PreviewPainted,
+    SliceRequest,
+    StageResult,
+)
 from actors.slices.references import RefHandle, watch_driver
 from actors.slices.scheduler import Admission, PriorityQueue, StepScheduler
 from actors.slices.snapshots import Snapshotter
@@ -34,23 +43,15 @@ LOOK_S = 0.05  # Pause between two checks whether the next chunk of latents is t
 
 @dataclasses.dataclass(frozen=True)
 class SliceFacts:
-    """Constant facts about a slice: its pool, and what its spans are labelled with.
-
-    Attributes:
-        pool: The pool's name.
-        stages: The stages that the pool runs.
-        name: The leader's name, in spans and messages.
-        chips: What the slice is made of.
-        snapshot_every: Steps between two snapshots.
-        patience_s: How long a request may wait for a place here before it tries another replica; None if the pool has
-            only one replica.
-    """
+    """Constant facts about a slice: its pool, and what its spans are labelled with."""
 
     pool: str
     stages: tuple[str, ...]
     name: str
     chips: Chips
-    snapshot_every: int
+    snapshot_every: int  # Steps between two snapshots.
+    # How long a request may wait for a place here before it tries another replica; None if the pool has only one
+    # replica.
     patience_s: float | None
 
 
@@ -63,14 +64,7 @@ class Visit:
 
 
 class StageRunner:
-    """The stages of one slice, and the requests that visit it.
-
-    Attributes:
-        work: The stage and the request of everything that is running or paused.
-        scheduler: Decides which request runs next.
-        time: How long requests occupy the slice.
-        published: Payloads that their next stage may not have fetched yet.
-    """
+    """The stages of one slice, and the requests that visit it."""
 
     def __init__(
         self,
@@ -84,11 +78,11 @@ class StageRunner:
         """Serve a pool's stages. `on_work` is called whenever `work` changes."""
         self._facts, self._slice, self._snapshotter = facts, slice_, snapshotter
         self._drain, self._failures, self._on_work = drain, failures, on_work
-        self.work: list[tuple[str, str]] = []
+        self.work: list[tuple[str, str]] = []  # The stage and the request of everything that is running or paused.
         self.scheduler = StepScheduler()
-        self.time = SliceTime()
+        self.time = SliceTime()  # How long requests occupy the slice.
         self._visits = itertools.count(1)
-        self.published = PublishedPayloads(drain)
+        self.published = PublishedPayloads(drain)  # Payloads that their next stage may not have fetched yet.
 
     async def encode_text(self, request: SliceRequest, prompt: str) -> AsyncGenerator[Event, None]:
         """Encode a prompt; the result is a `TextEmbedding`."""
@@ -99,11 +93,16 @@ class StageRunner:
                 kind += " with adapters"
                 await self._slice.call("fetch_text_adapters", plan, lane="network")
             text = plan.describe_text(prompt)
-            spans, warnings, ref = await self._compute(request, ENCODER, kind, "encode_text", text, *adapted)
+            call = self._compute(request, ENCODER, kind, "encode_text", text, *adapted)
+            async with run_concurrently(call) as encoding:
+                if span := await self._find_compiling(request.key, ENCODER, encoding):
+                    yield span
+                spans, warnings, ref, *seconds = await encoding
             spans[0] = dataclasses.replace(spans[0], chosen=self._explain_choice(request))
             for span in spans:
                 yield span
-            yield StageResult(await self.published.publish(request.scope, ref), warnings=warnings)
+            handle = await self.published.publish(request.scope, ref)
+            yield StageResult(handle, warnings=warnings, seconds=next(iter(seconds), None))
 
     async def encode_image(self, request: SliceRequest, full_request: ResolvedRequest) -> AsyncGenerator[Event, None]:
         """Encode the image that `full_request` contains; the result is an `ImageCondition`."""
@@ -116,7 +115,11 @@ class StageRunner:
                 nbytes = (await self._slice.call("prepare_encode", visit.host_key, full_request, lane=lane)).value
                 yield self._make_first_span(request, ENCODER, start, nbytes)
                 yield InputsTaken(start.elapsed_s, nbytes)
-                spans, warnings, ref = await self._compute(request, ENCODER, shape, "encode_image", visit.host_key)
+                call = self._compute(request, ENCODER, shape, "encode_image", visit.host_key)
+                async with run_concurrently(call) as encoding:
+                    if span := await self._find_compiling(request.key, ENCODER, encoding):
+                        yield span
+                    spans, warnings, ref = await encoding
                 visit.is_empty = True
             for span in spans:
                 yield span
@@ -134,7 +137,6 @@ class StageRunner:
         """Run all remaining steps of this pool's experts; the result is a `DenoiseState`.
 
         Args:
-            request: The request.
             inputs: Prompt, negative prompt or None, image or None.
             state: The state that the previous pool has reached, or None.
             step: How many steps are done, or None. Without a state, the snapshot after that step is loaded. If all
@@ -146,7 +148,8 @@ class StageRunner:
         key, plan, scope, stages = request.key, request.plan, request.scope, self._facts.stages
         machine = StageMachine(plan).with_inputs().at_step(step)
         stage = machine.next_step.stage
-        with self._serve(request, stage), contextlib.closing(ChunksPublished()) as publishing:
+        publisher = ChunkPublisher(self._slice, self.published, request)
+        with self._serve(request, stage), contextlib.closing(publisher) as publishing:
             # Everything that may wait for the network is done before taking a place, which others can use meanwhile.
             fetch = Start()
             refs = await scope.get(*inputs, state)
@@ -169,7 +172,7 @@ class StageRunner:
                 yield self._make_first_span(request, stage, start, nbytes)
                 yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                 for chunk in range(chunks):
-                    await self._publish_chunk(request, visit.host_key, chunk, publishing)
+                    await publishing.add(visit.host_key, chunk)
                 if isinstance(machine.next_step, Step):
                     steps = self._run_steps(request, machine, visit.host_key, publishing)
                     async with contextlib.aclosing(steps) as spans:
@@ -188,7 +191,7 @@ class StageRunner:
             yield StageResult(handle, done, tuple(warnings))
 
     async def _run_steps(
-        self, request: SliceRequest, machine: StageMachine, host_key: str, publishing: ChunksPublished
+        self, request: SliceRequest, machine: StageMachine, host_key: str, publishing: ChunkPublisher
     ) -> AsyncGenerator[Span | ChunkDenoised | PreviewPainted, None]:
         """Run the steps of this pool; more urgent requests may run between two of them."""
         key, plan, scheduler, stages = request.key, request.plan, self.scheduler, self._facts.stages
@@ -209,8 +212,14 @@ class StageRunner:
                         kind = find_step_kind(plan, operation, begins=operation.expert != expert)
                         if operation.expert != expert:
                             expert = operation.expert
-                            [before_s] = (await self._slice.call("begin", host_key, kind=kind)).value
-                        compile_s, done, *previews = (await self._slice.call("step", host_key, kind=kind)).value
+                            async with run_concurrently(self._slice.call("begin", host_key, kind=kind)) as beginning:
+                                if span := await self._find_compiling(key, expert.stage, beginning):
+                                    yield span
+                                [before_s] = (await beginning).value
+                        async with run_concurrently(self._slice.call("step", host_key, kind=kind)) as stepping:
+                            if span := await self._find_compiling(key, expert.stage, stepping):
+                                yield span
+                            compile_s, done, *previews = (await stepping).value
                         spans = self._make_spans(key, expert.stage, start, before_s + compile_s, done)
                     machine = machine.at_step(done)
                     steps_left = machine.steps_left_on(stages)
@@ -219,7 +228,7 @@ class StageRunner:
                     for step, picture in previews:
                         yield PreviewPainted(step, picture)
                     if len(plan.chunk_stops) > 1 and done in plan.chunk_stops:
-                        await self._publish_chunk(request, host_key, plan.count_denoised_chunks(done) - 1, publishing)
+                        await publishing.add(host_key, plan.count_denoised_chunks(done) - 1)
                     for chunk in publishing.take():
                         yield chunk
                     if steps_left and self._drain.is_too_late_for(steps_left * spans[-1].seconds):
@@ -229,85 +238,74 @@ class StageRunner:
                     if steps_left and done % self._facts.snapshot_every == 0:
                         self._snapshotter.start(host_key, request)
 
-    async def decode(self, request: SliceRequest, state: RefHandle) -> AsyncGenerator[Event, None]:
-        """Decode final latents. The result is an `EncodedVideo`, after the fragments if the request asks for them."""
-        plan = request.plan
-        with self._serve(request, DECODER):
-            fetch = Start()
-            [ref] = await request.scope.get(state)
-            fetched_s = fetch.elapsed_s
-            async with self._enter_visit(request, self.scheduler.other_places) as visit:
-                [ref] = await fetch_again(request.scope, [state], [ref], fetch.elapsed_s - fetched_s)
-                start = Start()
-                args = plan.request, ref, request.fragments
-                nbytes = (await self._slice.side("prepare_decode", visit.host_key, *args)).value
-                del args, ref
-                yield self._make_first_span(request, DECODER, start, nbytes)
-                yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
-                shape, taker = plan.shapes[DECODER], FragmentTaker(self._slice, visit.host_key)
-                call = self._compute(request, DECODER, shape, "decode", visit.host_key, has_begun=taker.has_begun)
-                async with run_concurrently(call) as decoding:
-                    while request.fragments and (fragments := await taker.take(decoding)):
-                        for fragment in fragments:
-                            yield fragment
-                    spans, warnings, video = await decoding
-                visit.is_empty = True
-            for span in spans:
-                yield span
-            yield StageResult(await self.published.publish(request.scope, video), warnings=warnings)
+    async def decode(self, request: SliceRequest, state: RefHandle | None) -> AsyncGenerator[Event, None]:
+        """Decode final latents. The result is an `EncodedVideo`, after the fragments if the request asks for them.
 
-    async def decode_chunks(self, request: SliceRequest) -> AsyncGenerator[Event, None]:
-        """Decode a video chunk by chunk, each as soon as it is denoised. The events are those of `decode`.
-
-        A place is held only while a chunk is decoded. The mp4 stays open on the hosts from the first chunk to the last.
+        Without a state, each chunk of the video is decoded as soon as it is denoised. A place is held only while
+        latents are decoded. The mp4 stays open on the hosts from the first chunk to the last.
         """
-        plan, next_fragment = request.plan, 0
-        count, patience_s = len(plan.chunk_stops), self._facts.patience_s
+        scope, plan = request.scope, request.plan
+        shape, patience_s, next_fragment = plan.shapes[DECODER], self._facts.patience_s, 0
+        count = len(plan.chunk_stops)
+        chunks: Sequence[int | None] = [None]
+        if state is None:
+            shape, chunks = f"{shape}, one of {count} chunks", range(count)
         with self._serve(request, DECODER):
             async with self._open_visit(request) as visit:
-                for chunk in range(count):
-                    ref = await self._wait_for_chunk(request, chunk)
-                    # Another replica can take over the video only before the first chunk is decoded.
-                    patience_s = None if chunk else patience_s
+                for chunk in chunks:
+                    fetch = Start()
+                    [ref] = await scope.get(state) if chunk is None else [await self._wait_for_chunk(request, chunk)]
+                    fetched_s = 0.0 if chunk is not None else fetch.elapsed_s
                     async with self._take_place(request, self.scheduler.other_places, patience_s):
+                        if chunk is None:  # Chunks have been copied to a process that stays.
+                            [ref] = await fetch_again(scope, [state], [ref], fetch.elapsed_s - fetched_s)
                         start = Start()
                         args = plan.request, ref, request.fragments, chunk
                         nbytes = (await self._slice.side("prepare_decode", visit.host_key, *args)).value
                         del args, ref
                         yield self._make_first_span(request, DECODER, start, nbytes)
-                        yield InputsTaken(start.elapsed_s, nbytes)
-                        shape = f"{plan.shapes[DECODER]}, one of {count} chunks"
+                        yield InputsTaken(fetched_s + start.elapsed_s, nbytes)
                         taker = FragmentTaker(self._slice, visit.host_key, next_fragment)
                         call = self._compute(
                             request, DECODER, shape, "decode", visit.host_key, has_begun=taker.has_begun
                         )
                         async with run_concurrently(call) as decoding:
-                            while request.fragments and (fragments := await taker.take(decoding)):
-                                for fragment in fragments:
-                                    yield fragment
+                            news = self._follow_decoding(request, decoding, taker)
+                            async with contextlib.aclosing(news) as events:
+                                async for event in events:
+                                    yield event
                             spans, warnings, video = await decoding
                         next_fragment = taker.index
                     for span in spans:
                         yield span
+                    patience_s = None  # Another replica can take over the video only before its first chunk is decoded.
                 visit.is_empty = True
-            yield StageResult(await self.published.publish(request.scope, video), warnings=warnings)
+            yield StageResult(await self.published.publish(scope, video), warnings=warnings)
 
     # ----
 
-    async def _publish_chunk(
-        self, request: SliceRequest, host_key: str, chunk: int, publishing: ChunksPublished
-    ) -> None:
-        """Copy the latents of a denoised chunk to the request's scope, where `decode_chunks` finds them.
+    async def _follow_decoding(
+        self, request: SliceRequest, decoding: asyncio.Task[Any], taker: FragmentTaker
+    ) -> AsyncGenerator[Span | EncodedFragment, None]:
+        """Yield that a decoder compiles, if it does, and the video's fragments if the request asks for them."""
+        async with run_concurrently(self._find_compiling(request.key, DECODER, decoding)) as compiling:
+            if request.fragments:
+                async with run_concurrently(taker.take(decoding)) as taking:
+                    await asyncio.wait([compiling, taking], return_when=asyncio.FIRST_COMPLETED)
+                    if compiling.done() and (span := compiling.result()):
+                        yield span
+                    fragments = await taking
+                while fragments:
+                    for fragment in fragments:
+                        yield fragment
+                    fragments = await taker.take(decoding)
+            elif span := await compiling:
+                yield span
 
-        The slice goes on computing even if the scope doesn't answer.
-        """
-        _, ref = await self._slice.save("copy_chunk", host_key, chunk)
-
-        async def publish() -> ChunkDenoised:
-            await request.scope.add_chunk(chunk, await self.published.publish(request.scope, ref))
-            return ChunkDenoised(chunk)
-
-        await publishing.add(publish())
+    async def _find_compiling(self, key: str, stage: str, work: asyncio.Task[Any]) -> Span | None:
+        """Wait until work ends, and return None, or until the slice compiles for it: the span until now, then."""
+        since = await self._slice.find_compiling(work)
+        return None if since is None else self._make_span(key, stage, "compiling", since)
 
     async def _wait_for_chunk(self, request: SliceRequest, chunk: int) -> Any:
         """Return the reference of a chunk's latents as soon as it is denoised."""
@@ -391,16 +389,20 @@ class StageRunner:
         method: str,
         *args: Any,
         has_begun: asyncio.Event | None = None,
-    ) -> tuple[list[Span], tuple[str, ...], Any]:
-        """Hold the devices for one call, and set `has_begun` then; return the call's spans, warnings and payload."""
+    ) -> tuple[Any, ...]:
+        """Hold the devices for one call, and set `has_begun` then.
+
+        Returns:
+            The call's spans, its warnings and its payload, and whatever else it has returned.
+        """
         async with self.scheduler.device.enter(request.priority):
             self._drain.check()
             with self._list_work(request.key, stage):
                 start = Start()
                 if has_begun is not None:
                     has_begun.set()
-                (compile_s, warnings), ref = await self._slice.call(method, *args, kind=shape)
-                return self._make_spans(request.key, stage, start, compile_s), tuple(warnings), ref
+                (compile_s, warnings, *more), ref = await self._slice.call(method, *args, kind=shape)
+                return self._make_spans(request.key, stage, start, compile_s), tuple(warnings), ref, *more
 
     def _make_spans(self, key: str, stage: str, start: Start, compile_s: float, step: int | None = None) -> list[Span]:
         """Return the spans of a call that began at `start`, for compiling and for computing."""

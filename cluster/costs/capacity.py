@@ -23,23 +23,14 @@ Fits = Callable[[SliceSpec, Sequence[str]], bool]  # Returns whether a slice has
 
 @dataclass(frozen=True)
 class CapacityAssumptions:
-    """The assumptions on which slices are available.
-
-    Attributes:
-        prices: What chips cost.
-        capacity: The capacity in the table of prices.
-        region: The region in the table of prices; None for the cheapest.
-        busy: The largest share of its time that a pool may be busy; above it, queues would grow long.
-        cold_start_s: Seconds until a slice that has been allocated makes videos.
-        starts_a_day: How often each slice starts per day, after deployments and preemptions.
-    """
+    """The assumptions on which slices are available."""
 
     prices: Prices
-    capacity: str = "on-demand"
-    region: str | None = None
-    busy: float = 0.8
-    cold_start_s: float = 120.0
-    starts_a_day: float = 1.0
+    capacity: str = "on-demand"  # The capacity in the table of prices.
+    region: str | None = None  # The region in the table of prices; None for the cheapest.
+    busy: float = 0.8  # The largest share of its time that a pool may be busy; above it, queues would grow long.
+    cold_start_s: float = 120.0  # Seconds until a slice that has been allocated makes videos.
+    starts_a_day: float = 1.0  # How often each slice starts per day, after deployments and preemptions.
 
     @property
     def ready(self) -> float:
@@ -49,51 +40,32 @@ class CapacityAssumptions:
 
 @dataclass(frozen=True)
 class PoolLoad:
-    """One pool under a demand.
-
-    Attributes:
-        pool: The pool.
-        replicas: How many slices it has.
-        seconds: How long each video occupies a slice.
-        busy: The share of the time in which its slices are busy.
-        wait_s: The mean time that a video waits for a slice.
-    """
+    """One pool under a demand."""
 
     pool: Pool
     replicas: int
-    seconds: float
-    busy: float
-    wait_s: float
+    seconds: float  # How long each video occupies a slice.
+    busy: float  # The share of the time in which its slices are busy.
+    wait_s: float  # The mean time that a video waits for a slice.
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout under a demand.
-
-    Attributes:
-        name: The layout.
-        pools: Its pools under this demand.
-        videos_an_hour: The most videos that it can make per hour.
-        to_a_video_s: The mean time from a request to its video.
-        dollars_an_hour: The price of all its slices.
-        dollars_a_video: That price divided by the videos demanded per hour.
-    """
+    """A layout under a demand."""
 
     name: str
-    pools: tuple[PoolLoad, ...]
-    videos_an_hour: float
-    to_a_video_s: float
-    dollars_an_hour: float
-    dollars_a_video: float
+    pools: tuple[PoolLoad, ...]  # Its pools under this demand.
+    videos_an_hour: float  # The most videos that it can make per hour.
+    to_a_video_s: float  # The mean time from a request to its video.
+    dollars_an_hour: float  # The price of all its slices.
+    dollars_a_video: float  # That price divided by the videos demanded per hour.
 
     @property
     def chips(self) -> int:
-        """How many chips all slices have together."""
         return sum(load.replicas * load.pool.slice.chips for load in self.pools)
 
     @property
     def text(self) -> str:
-        """The content of a layout file."""
         lines = ["pools:"]
         for load in self.pools:
             lines.append(f"  {load.pool.name}:")
@@ -109,9 +81,6 @@ def estimate(
     """Estimate what a layout makes and costs with all the replicas that it may have.
 
     Args:
-        layout: The layout.
-        stage_seconds: What each stage takes.
-        assumptions: How slices are paid for and used.
         videos_an_hour: The demand. By default, the demand that keeps the busiest pool busy for `assumptions.busy`.
 
     Raises:
@@ -153,10 +122,7 @@ def recommend(
 
     Args:
         stage_seconds: What each stage takes, on the kinds of slices that may be used.
-        stages: The model's stages.
         experts: Those of its stages that denoise.
-        assumptions: How slices are paid for and used.
-        videos_a_day: The demand.
         within_s: The longest mean time from a request to its video.
         fits: Returns whether a slice has memory for all of some stages at once.
 

@@ -18,14 +18,10 @@ _Dollars = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices in US dollars per chip and hour.
+    """Prices in US dollars per chip and hour."""
 
-    Attributes:
-        date: The day on which the prices were valid.
-        chips: The prices, by generation, capacity ("on-demand", "spot") and region.
-    """
-
-    date: datetime.date
+    date: datetime.date  # The day on which the prices were valid.
+    # The prices, by generation, capacity ("on-demand", "spot") and region.
     chips: dict[str, dict[str, dict[str, _Dollars]]]
 
     @classmethod

@@ -35,16 +35,11 @@ HEAD_CPUS, HOST_CPUS = 32, 4  # How many CPUs Ray counts, whatever the machine h
 
 @dataclass(frozen=True)
 class EmulatedSlice:
-    """A slice to start on this machine.
-
-    Attributes:
-        name: Its name.
-        spec: Its kind.
-        devices_per_host: How many CPU devices each host shows in place of its chips; None where these are real.
-    """
+    """A slice to start on this machine."""
 
     name: str
     spec: SliceSpec
+    # How many CPU devices each host shows in place of its chips; None where these are real.
     devices_per_host: int | None = 1
 
     def host(self, worker_id: int, settings: "Settings") -> ray_nodes.NodeSettings:
@@ -84,16 +79,11 @@ def list_emulated_slices(layout: Layout) -> tuple[EmulatedSlice, ...]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an emulated cluster apart from its slices.
+    """Settings of an emulated cluster apart from its slices."""
 
-    Attributes:
-        dashboard: Whether to start the dashboard, which accepts jobs (`ray job submit`) and takes 3 s of CPU to start.
-        head_store_mib: The size of the head's object store, which is shared memory and is allocated as needed.
-        host_store_mib: The size of each host's object store.
-    """
-
+    # Whether to start the dashboard, which accepts jobs (`ray job submit`) and takes 3 s of CPU to start.
     dashboard: bool = False
-    head_store_mib: int = 512
+    head_store_mib: int = 512  # The size of the head's object store, which is shared memory and is allocated as needed.
     host_store_mib: int = 256
 
     def head(self) -> ray_nodes.NodeSettings:
@@ -109,23 +99,14 @@ def find_default_folder() -> Path:
 
 @dataclass
 class EmulatedCluster:
-    """A running emulated cluster, which `start` or `attach` returns.
-
-    Attributes:
-        folder: The folder of the state file.
-        temp: The folder of Ray's own files, outside of `folder` because the paths of sockets must be short.
-        address: "host:port" of its GCS.
-        dashboard: "host:port" of its dashboard, or None.
-        slices: Its slices, known only to the process that started it.
-        settings: Its settings, known only to the process that started it.
-    """
+    """A running emulated cluster, which `start` or `attach` returns."""
 
     folder: Path
-    temp: Path
-    address: str
-    dashboard: str | None
-    slices: tuple[EmulatedSlice, ...] = ()
-    settings: Settings = Settings()
+    temp: Path  # The folder of Ray's own files, outside of `folder` because the paths of sockets must be short.
+    address: str  # "host:port" of its GCS.
+    dashboard: str | None  # "host:port" of its dashboard, or None.
+    slices: tuple[EmulatedSlice, ...] = ()  # Its slices, known only to the process that started it.
+    settings: Settings = Settings()  # Its settings, known only to the process that started it.
     _guard: subprocess.Popen | None = None
 
     @classmethod
@@ -142,8 +123,6 @@ class EmulatedCluster:
         """Start head and hosts, and return when all are registered.
 
         Args:
-            slices: The slices.
-            settings: Everything else.
             folder: The folder of the state file, by default `find_default_folder()`.
             outlive: Keep running when this process ends. By default the cluster ends with it, even if it is killed.
             imports: A module to import once for all workers, which are then forked (fork_server.py).
@@ -211,13 +190,7 @@ class EmulatedCluster:
         ray_nodes.kill(ray_nodes.processes(self.temp / self._host(slice_name, worker_id).name))
 
     def add_host(self, slice_name: str, worker_id: int, **changed: Any) -> str:
-        """Start a replacement for a killed host, and return its node id.
-
-        Args:
-            slice_name: The host's slice.
-            worker_id: The host's worker id.
-            **changed: Fields of `NodeSettings` in which the replacement differs.
-        """
+        """Start a replacement for a killed host, `changed` in some fields of `NodeSettings`; return its node id."""
         host = dataclasses.replace(self._host(slice_name, worker_id), **changed)
         with ray_nodes.environment():
             return ray_nodes.start_host(self.temp, host, self.address)

@@ -36,7 +36,6 @@ def start(path: Path, module: str, *, ends_with_caller: bool = False) -> "subpro
 
     Args:
         path: The socket on which it listens; its log is `path`.log.
-        module: The module.
         ends_with_caller: Also end it with this process, however that ends.
     """
     with socket.socket(socket.AF_UNIX) as listening, open(f"{path}.log", "wb") as log:

@@ -44,22 +44,14 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """One Ray node.
+    """One Ray node."""
 
-    Attributes:
-        name: The name of the node and of its folder.
-        cpus: How many CPUs Ray counts.
-        object_store_bytes: The size of its object store.
-        resources: Its other Ray resources.
-        labels: Its Ray labels.
-        variables: Environment variables of its processes, such as those that GKE sets on TPU hosts.
-    """
-
-    name: str
+    name: str  # The name of the node and of its folder.
     cpus: int
     object_store_bytes: int
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    # Environment variables of its processes, such as those that GKE sets on TPU hosts.
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -67,8 +59,6 @@ def start_head(folder: Path, settings: NodeSettings, *, dashboard: bool) -> tupl
     """Start the GCS and the head node.
 
     Args:
-        folder: The cluster's folder.
-        settings: The head node.
         dashboard: Whether to start the dashboard, which accepts jobs.
 
     Returns:
@@ -147,7 +137,6 @@ class _Started(subprocess.Popen):
 
 
 def _build_parameters(temp: Path, settings: NodeSettings, **parameters: Any) -> Any:
-    """Return the parameters for Ray's class of a node."""
     return ray_private.get_node_parameters(
         temp_dir=str(temp),
         node_ip_address=LOOPBACK,

@@ -40,7 +40,7 @@ _ADVICE = (
     ),
     (
         r"(?i)unsupported|unknown tpu|unrecognized|no such device type",
-        "this libtpu may be older than the chip: pip install --upgrade 'wan-tpu[tpu]'",
+        "this libtpu may be older than the chip: pip install --upgrade '.[tpu]'",
     ),
 )
 
@@ -74,7 +74,6 @@ def classify_start_failure(place: str, error: Exception) -> SliceError:
 
     Args:
         place: The host, for messages.
-        error: What JAX raised.
 
     Returns:
         `ChipsBusy`, after which another try makes sense, if another process has the chips; `OtherHostGone` if the host

@@ -56,7 +56,6 @@ class HostActor:
 
     @ray.method(concurrency_group="watch")
     def pulse(self, lane: Lane) -> Pulse:
-        """Answer a heartbeat."""
         return dataclasses.replace(self._runners[lane].pulse(), joining=self._joining)
 
     @ray.method(concurrency_group="lockstep")
@@ -72,35 +71,14 @@ class HostActor:
         """Build the object whose methods are called."""
         return self._runners["lockstep"].run(self._build, host_class, *args)
 
-    @ray.method(concurrency_group="lockstep")
-    def lockstep(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object in step with the other hosts."""
-        return self._runners["lockstep"].run(getattr(self._host, method), *args, keep=self._process == 0)
+    def call(self, lane: Lane, keep: bool, method: str, *args: Any) -> tuple[Outcome, Any]:
+        """Run a method of the object in a lane, whose concurrency group the caller chooses.
 
-    @ray.method(concurrency_group="lockstep")
-    def run_everywhere(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object in step with the other hosts, and return the result of every host."""
-        return self._runners["lockstep"].run(getattr(self._host, method), *args)
-
-    @ray.method(concurrency_group="side")
-    def side(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object in parallel with the lockstep."""
-        return self._runners["side"].run(getattr(self._host, method), *args, keep=self._process == 0)
-
-    @ray.method(concurrency_group="save")
-    def save(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that copies a state out, in parallel with all other lanes."""
-        return self._runners["save"].run(getattr(self._host, method), *args, keep=self._process == 0)
-
-    @ray.method(concurrency_group="network")
-    def network(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that may wait for the network, in parallel with all other lanes."""
-        return self._runners["network"].run(getattr(self._host, method), *args, keep=self._process == 0)
-
-    @ray.method(concurrency_group="stream")
-    def stream(self, method: str, *args: Any) -> tuple[Outcome, Any]:
-        """Run a method of the object that waits for what the lockstep produces, in parallel with all other lanes."""
-        return self._runners["stream"].run(getattr(self._host, method), *args, keep=self._process == 0)
+        Args:
+            keep: Whether to return the result even if this isn't the first process.
+            *args: Its arguments, which Ray resolves if they are references.
+        """
+        return self._runners[lane].run(getattr(self._host, method), *args, keep=keep or self._process == 0)
 
     def _join(self, coordinator: str, timeout_s: float) -> int:
         until = time.monotonic() + timeout_s
@@ -168,7 +146,7 @@ def _check_chips(place: HostPlace) -> None:
     import jax
 
     if importlib.util.find_spec("libtpu") is None:
-        raise WrongHost(f"on {place} libtpu isn't installed, without which JAX has no TPU: pip install 'wan-tpu[tpu]'")
+        raise WrongHost(f"on {place} libtpu isn't installed, without which JAX has no TPU: pip install '.[tpu]'")
     try:
         backend = jax.default_backend()
     except RuntimeError as error:  # JAX doesn't fall back to another backend if JAX_PLATFORMS names the TPU.

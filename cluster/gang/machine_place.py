@@ -20,15 +20,10 @@ _METADATA_S = 0.5
 
 @dataclass(frozen=True)
 class MachinePlace:
-    """A machine's place in its slice, from GKE's environment variables or a TPU VM's metadata.
+    """A machine's place in its slice, from GKE's environment variables or a TPU VM's metadata."""
 
-    Attributes:
-        worker_id: Which host of its slice it is; None if nothing says so.
-        hosts: The names of all hosts of its slice, in order; empty if nothing says so.
-    """
-
-    worker_id: int | None = None
-    hosts: tuple[str, ...] = ()
+    worker_id: int | None = None  # Which host of its slice it is; None if nothing says so.
+    hosts: tuple[str, ...] = ()  # The names of all hosts of its slice, in order; empty if nothing says so.
 
 
 def read_machine_place(*, metadata: bool = True) -> MachinePlace:

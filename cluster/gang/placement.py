@@ -35,7 +35,6 @@ def reserve(spec: SliceSpec, name: str, timeout_s: float | None, on_status: OnSt
     """Reserve a free slice: all of its hosts, or none.
 
     Args:
-        spec: Its kind.
         name: The holder's name, which `wan-tpu status` shows.
         timeout_s: How long to wait until a slice is free. It may not exist yet, as queued machines may take days. None
             to wait for ever.

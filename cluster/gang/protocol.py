@@ -18,68 +18,46 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time-outs of a slice, in seconds.
+    """Time-outs of a slice, in seconds."""
 
-    Attributes:
-        place_s: Until a slice is free with all its hosts; None to wait for ever.
-        start_s: Until every host's process answers.
-        join_s: Until jax.distributed has joined the hosts.
-        build_s: Until every host has built its object, for which it reads weights and may compile, or has reported
-            progress; then until the next report.
-        heartbeat_s: A host that doesn't answer for this long counts as hung. Hosts answer while they compute.
-        grace_s: For the other hosts to raise after one has raised, and for a killed process to end.
-        hung_s: The shortest time after which a gang can count as hung in a call whose kind took far less before. Hosts
-            that wait for each other in a collective would answer heartbeats for ever.
-        poll_s: Between two heartbeats, and so between two updates of the progress.
-        chips_s: Until another process has released a host's chips. The slice is started again and again meanwhile.
-    """
-
-    place_s: float | None = None
-    start_s: float = 60
-    join_s: float = 120
+    place_s: float | None = None  # Until a slice is free with all its hosts; None to wait for ever.
+    start_s: float = 60  # Until every host's process answers.
+    join_s: float = 120  # Until jax.distributed has joined the hosts.
+    # Until every host has built its object, for which it reads weights and may compile, or has reported progress; then
+    # until the next report.
     build_s: float = 1800
-    heartbeat_s: float = 20
-    grace_s: float = 10
+    heartbeat_s: float = 20  # A host that doesn't answer for this long counts as hung. Hosts answer while they compute.
+    grace_s: float = 10  # For the other hosts to raise after one has raised, and for a killed process to end.
+    # The shortest time after which a gang can count as hung in a call whose kind took far less before. Hosts that wait
+    # for each other in a collective would answer heartbeats for ever.
     hung_s: float = 60
-    poll_s: float = 0.25
+    poll_s: float = 0.25  # Between two heartbeats, and so between two updates of the progress.
+    # Until another process has released a host's chips. The slice is started again and again meanwhile.
     chips_s: float = 2100
 
 
 @dataclass(frozen=True)
 class Output:
-    """The result of a host's method, part of which is large.
+    """The result of a host's method, part of which is large."""
 
-    Attributes:
-        value: The small part, which goes to the leader.
-        payload: The large part, which stays in the object store; the leader gets only a reference, and may pass it on.
-    """
-
-    value: Any
+    value: Any  # The small part, which goes to the leader.
+    # The large part, which stays in the object store; the leader gets only a reference, and may pass it on.
     payload: Any
 
 
 @dataclass(frozen=True)
 class HostPlace:
-    """The place of one process of a slice.
+    """The place of one process of a slice."""
 
-    Attributes:
-        worker_id: 0 to hosts - 1, from the node's label. Hosts find each other by it. It need not be JAX's process
-            index, which depends on where the host is in the slice's network.
-        hosts: How many hosts the slice has.
-        slice_name: The slice's name in the cluster.
-        node_id: The id of the host's Ray node.
-        ip: The host's address.
-        devices: How many CPU devices stand in for an emulated host's chips; None on a TPU.
-        chips: How many devices JAX counts on a TPU host.
-    """
-
+    # 0 to hosts - 1, from the node's label. Hosts find each other by it. It need not be JAX's process index, which
+    # depends on where the host is in the slice's network.
     worker_id: int
     hosts: int
     slice_name: str
     node_id: str
     ip: str
-    devices: int | None = None
-    chips: int = 0
+    devices: int | None = None  # How many CPU devices stand in for an emulated host's chips; None on a TPU.
+    chips: int = 0  # How many devices JAX counts on a TPU host.
 
     @property
     def emulated(self) -> bool:
@@ -92,34 +70,21 @@ class HostPlace:
 
 @dataclass(frozen=True)
 class Pulse:
-    """A host's answer to a heartbeat.
+    """A host's answer to a heartbeat."""
 
-    Attributes:
-        busy_s: How long its call has been running; None if it is idle.
-        reports: How many times the call has reported progress.
-        progress: The latest report.
-        joining: What the host does or waits for while it joins the others, as a predicate such as "imports JAX".
-    """
-
-    busy_s: float | None
-    reports: int
+    busy_s: float | None  # How long its call has been running; None if it is idle.
+    reports: int  # How many times the call has reported progress.
     progress: Any
+    # What the host does or waits for while it joins the others, as a predicate such as "imports JAX".
     joining: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a call on one host.
+    """The outcome of a call on one host."""
 
-    Attributes:
-        value: What it returned; None except on the first process.
-        error: What it raised, or None.
-        reports: How many times it reported progress.
-        progress: The last report.
-    """
-
-    value: Any = None
-    error: Exception | None = None
+    value: Any = None  # What it returned; None except on the first process, unless the caller asked for all.
+    error: Exception | None = None  # What it raised, or None.
     reports: int = 0
     progress: Any = None
 
@@ -137,8 +102,6 @@ class LaneRunner:
         """Run a function.
 
         Args:
-            function: The function.
-            *args: Its arguments.
             keep: Whether to keep the result; usually only the first process's is wanted.
 
         Returns:
@@ -160,7 +123,6 @@ class LaneRunner:
         return Outcome(output.value, raised, self._reports, self._progress), output.payload
 
     def report(self, value: Any) -> None:
-        """Remember the latest progress."""
         with self._lock:
             self._reports += 1
             self._progress = value

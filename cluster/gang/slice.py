@@ -81,10 +81,8 @@ class Slice:
         the chips.
 
         Args:
-            spec: The kind of slice.
             host_class: The class, or "module:name", which only the hosts import, so that the leader stays small. If it
                 has a method `software`, which returns by name what it computes with, hosts that differ are refused.
-            *args: Its arguments.
             name: Who holds the slice, "pool/replica", as `wan-tpu status` shows it.
             timeouts: How long each phase may take.
             on_progress: Called with the reports of the first host while its object is built.
@@ -152,7 +150,6 @@ class Slice:
         """Run a method of `host_class` with the same arguments on every host, and block until all have ended.
 
         Args:
-            method: The method's name.
             *args: Its arguments. References to objects in the store are resolved on the hosts.
             lane: The lane of the call. Calls of one lane run one after the other. All lanes but "lockstep" are for
                 methods without collectives, which may run in parallel with the lockstep.
@@ -165,28 +162,29 @@ class Slice:
             DeviceFailed: A device failed, or waits for another one for ever, so the devices' contents can't be trusted.
                 The gang was destroyed.
         """
-        outcomes, payloads = self._call_all(lane, method, args, lane, timeout_s=timeout_s, on_progress=on_progress)
+        outcomes, payloads = self._call_all(method, args, lane, timeout_s=timeout_s, on_progress=on_progress)
         return Returned(outcomes[0].value, payloads[0])
 
     def gather(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Run a method as `call` does in lockstep, and return each host's result, in the order of `hosts`."""
-        outcomes, _ = self._call_all("run_everywhere", method, args, "lockstep", timeout_s=timeout_s)
+        outcomes, _ = self._call_all(method, args, "lockstep", keep=True, timeout_s=timeout_s)
         return [outcome.value for outcome in outcomes]
 
     def _call_all(
         self,
-        of_actor: str,
         method: str,
         args: Sequence[Any],
         lane: Lane,
         *,
+        keep: bool = False,
         timeout_s: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> tuple[list[Outcome], list[ray.ObjectRef]]:
-        """Call `of_actor` of all host actors, which calls `method` of their objects; return outcomes and payloads."""
+        """Run a method on all hosts; return outcomes and payloads, of the first host only unless `keep`."""
         with self._locks[lane]:
             self._raise_if_lost()
-            pairs = [getattr(m.actor, of_actor).options(num_returns=2).remote(method, *args) for m in self._members]
+            calls: list[Any] = [m.actor.call.options(concurrency_group=lane, num_returns=2) for m in self._members]
+            pairs: list[Any] = [call.remote(lane, keep, method, *args) for call in calls]
             try:
                 outcomes = self._wait(
                     method, [pair[0] for pair in pairs], lane=lane, timeout_s=timeout_s, on_progress=on_progress

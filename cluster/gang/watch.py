@@ -30,11 +30,7 @@ class Member:
 
 
 class GangFailed(Exception):
-    """The gang is out of step; the message says which host is to blame and what happened to it.
-
-    Attributes:
-        cause: The exception behind it, if any.
-    """
+    """The gang is out of step; the message says which host is to blame and what happened to it."""
 
     def __init__(self, member: Member, event: str, cause: Exception | None = None) -> None:
         super().__init__(f"{member} {event}")
@@ -66,7 +62,6 @@ class Watch:
         """Prepare to follow a call.
 
         Args:
-            members: The hosts.
             outcomes: A reference to each member's `Outcome`.
             timeouts: For heartbeats and polls.
             lane: The lane whose heartbeats are watched; None while the hosts can't answer any yet.

@@ -16,11 +16,7 @@ _PORT, _HEALTH_PORT = 5432, 9090
 
 
 def build_proxy_container(instance: str) -> Object:
-    """Return the sidecar container that runs the proxy: an init container that keeps running beside the others.
-
-    Args:
-        instance: The Cloud SQL instance, PROJECT:REGION:NAME.
-    """
+    """Return the sidecar that runs the proxy: an init container that keeps running beside the others."""
     return {
         "name": "cloud-sql-proxy",
         "image": IMAGE,

@@ -20,21 +20,14 @@ _HEALTH_PATH = "/health"
 
 @dataclass(frozen=True)
 class Exposure:
-    """The settings of the load balancer in front of a service.
-
-    Attributes:
-        hostname: The host name that clients use.
-        certificate_map: The name of a map in Certificate Manager that has a certificate for the host name.
-        address: The name of a reserved global address; by default Google assigns an address.
-        armor: The name of a Cloud Armor security policy for the service.
-        ssl_policy: The name of an SSL policy, which sets the versions of TLS that clients may use. Google's default
-            policy accepts even TLS 1.0.
-    """
+    """The settings of the load balancer in front of a service."""
 
     hostname: str
-    certificate_map: str
-    address: str | None = None
-    armor: str | None = None
+    certificate_map: str  # The name of a map in Certificate Manager that has a certificate for the host name.
+    address: str | None = None  # The name of a reserved global address; by default Google assigns an address.
+    armor: str | None = None  # The name of a Cloud Armor security policy for the service.
+    # The name of an SSL policy, which sets the versions of TLS that clients may use. Google's default policy accepts
+    # even TLS 1.0.
     ssl_policy: str | None = None
 
 
@@ -88,13 +81,14 @@ def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Obje
         "logging": {"enabled": True, "sampleRate": 1_000_000},
         **({"securityPolicy": exposure.armor} if exposure.armor else {}),
     }
+    redirect = {"type": "RequestRedirect", "requestRedirect": {"scheme": "https", "statusCode": 301}}
     objects = {
         "the head's HTTP port, for the load balancer": service,
         "the load balancer, with the certificate from Certificate Manager": gateway,
         "forwards requests to the service": _build_route(
-            target, exposure, "https", [{"backendRefs": [_build_backend(name)]}]
+            target, exposure, "https", {"backendRefs": [{"name": name, "port": SERVE_PORT}]}
         ),
-        "redirects http to https": _build_route(target, exposure, "http", [{"filters": [_build_https_redirect()]}]),
+        "redirects http to https": _build_route(target, exposure, "http", {"filters": [redirect]}),
         "makes the load balancer send requests to a head only while the service answers": target.build_object(
             POLICY_API, "HealthCheckPolicy", spec={"default": health, "targetRef": backend}
         ),
@@ -111,19 +105,11 @@ def build_exposing_objects(target: Target, exposure: Exposure) -> dict[str, Obje
     return objects
 
 
-def _build_route(target: Target, exposure: Exposure, listener: str, rules: list[Object]) -> Object:
+def _build_route(target: Target, exposure: Exposure, listener: str, rule: Object) -> Object:
     parent = {"name": target.name, "sectionName": listener}
     return target.build_object(
         GATEWAY_API,
         "HTTPRoute",
         suffix=listener,
-        spec={"parentRefs": [parent], "hostnames": [exposure.hostname], "rules": rules},
+        spec={"parentRefs": [parent], "hostnames": [exposure.hostname], "rules": [rule]},
     )
-
-
-def _build_backend(service: str) -> Object:
-    return {"name": service, "port": SERVE_PORT}
-
-
-def _build_https_redirect() -> Object:
-    return {"type": "RequestRedirect", "requestRedirect": {"scheme": "https", "statusCode": 301}}

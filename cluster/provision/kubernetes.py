@@ -63,7 +63,6 @@ def build_supporting_objects(target: Target, *, http: bool) -> dict[str, Object]
     """Return the objects that accompany a cluster: service account, network policy, disruption budgets, monitoring.
 
     Args:
-        target: The cluster's settings.
         http: Whether the cluster answers HTTP on port 8000.
 
     Returns:
@@ -109,13 +108,7 @@ def _build_network_policy(target: Target, *, http: bool) -> dict[str, Object]:
 
 
 def build_service(layout: Layout, target: Target, config: str) -> Object:
-    """Return a RayService. Its pods mount the layout from the ConfigMap of `build_layout_map`, at `LAYOUT_FILE`.
-
-    Args:
-        layout: The layout.
-        target: The cluster's settings.
-        config: Serve's configuration, in YAML.
-    """
+    """Return a RayService. Its pods mount the layout from the ConfigMap of `build_layout_map`, at `LAYOUT_FILE`."""
     spec = {"serveConfigV2": config, "rayClusterConfig": _mount_layout(build_cluster_spec(layout, target), target)}
     return target.build_object(API, "RayService", spec=spec)
 
@@ -124,11 +117,6 @@ def build_job(layout: Layout, target: Target, entrypoint: str) -> Object:
     """Return a RayJob, whose cluster is deleted when the job has ended.
 
     Its pods mount the layout from the ConfigMap of `build_layout_map`, at `LAYOUT_FILE`.
-
-    Args:
-        layout: The layout.
-        target: The cluster's settings.
-        entrypoint: The command that the head runs.
     """
     spec = {
         "entrypoint": entrypoint,

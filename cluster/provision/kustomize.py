@@ -26,7 +26,6 @@ def write_base(folder: Path, target: Target, files: Mapping[str, Mapping[str, Ob
 
     Args:
         folder: Where the folders `base` and `overlays` are. The base is overwritten; an existing overlay is kept.
-        target: The cluster's settings.
         files: For each file of the base, by its name, the objects in it, by the comment for each.
 
     Returns:
@@ -79,9 +78,7 @@ def write_overlay(
 
     Args:
         folder: Where the folder `base` is, from `write_base`.
-        overlay: The overlay's name.
         target: The cluster's settings, with the base's image.
-        image: The overlay's image.
         files: The objects that the overlay is to produce, in the form of `write_base`.
 
     Returns:
@@ -135,7 +132,6 @@ def _compare(before: Any, after: Any, path: str = "") -> Iterator[Object]:
     if the order of the base has changed.
 
     Args:
-        before: The value in the base.
         after: The value that the overlay is to produce.
         path: The location of the value in its object, as a JSON pointer.
     """

@@ -10,17 +10,11 @@ from cluster.slice_spec import SliceSpec
 
 @dataclass(frozen=True)
 class NodePool:
-    """The machines for one kind of slice.
-
-    Attributes:
-        kind: The kind of slice.
-        machine: The hosts' machine type on GKE.
-        slices: The largest number of such slices that the layout may have at once.
-    """
+    """The machines for one kind of slice."""
 
     kind: SliceSpec
-    machine: str
-    slices: int
+    machine: str  # The hosts' machine type on GKE.
+    slices: int  # The largest number of such slices that the layout may have at once.
 
 
 def list_node_pools(layout: Layout) -> list[NodePool]:
@@ -50,7 +44,6 @@ def format_variables(layout: Layout, capacity: str) -> str:
     """Return a layout's node pools as variables of the Terraform module in `cluster/terraform`.
 
     Args:
-        layout: The layout.
         capacity: How TPU machines are provisioned, one of `cluster.provision.target.CAPACITIES`.
 
     Raises:

@@ -107,14 +107,7 @@ def build_slice_groups(pool: NodePool, target: Target) -> list[Object]:
 
 
 def _build_slice_group(pool: NodePool, target: Target, name: str, max_slices: int) -> Object:
-    """Return a worker group, which starts with no slices and scales up on request.
-
-    Args:
-        pool: The kind of slice and its machines.
-        target: The cluster's settings.
-        name: The group's name.
-        max_slices: How many slices the group may have.
-    """
+    """Return a worker group, which starts with no slices and scales up on request."""
     kind = pool.kind
     is_small = kind.chips_per_host == 1
     container = _build_container(

@@ -25,10 +25,6 @@ def consume_request(target: Target, group: str) -> dict[str, str]:
 def request_slices(groups: Iterable[Object], target: Target) -> dict[str, Object]:
     """Return the provisioning requests of a cluster, and the pod templates that they refer to.
 
-    Args:
-        groups: The cluster's worker groups.
-        target: The cluster's settings.
-
     Returns:
         The objects, by the comment for each.
     """

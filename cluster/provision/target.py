@@ -15,41 +15,27 @@ CONTAINER_SECURITY: Object = {"allowPrivilegeEscalation": False, "capabilities":
 
 @dataclass(frozen=True)
 class Target:
-    """The settings of a Ray cluster on GKE.
+    """The settings of a Ray cluster on GKE."""
 
-    Attributes:
-        name: The name of the objects, to which suffixes are appended where there are several of a kind.
-        namespace: The namespace of the objects.
-        image: The container image.
-        ray_version: The version of Ray in the image.
-        account: The Google service account that the pods act as, to reach buckets and Cloud SQL.
-        secret: The name of a Secret whose keys become environment variables of all pods, such as PGPASSWORD.
-        cloud_sql: The Cloud SQL instance, PROJECT:REGION:NAME, that pods without TPUs reach through Google's proxy.
-        capacity: How TPU machines are provisioned, one of `CAPACITIES`.
-        from_hub: Whether hosts download weights from the hub to their disks.
-        public: Whether clients connect through Google's load balancer (`cluster.provision.exposure`).
-        queue: The Kueue local queue in which the cluster waits.
-        monitor: The kind of object that has metrics collected, PodMonitoring or PodMonitor; None for no such object.
-        traces: Whether Ray's dashboard may trace a host, for which the image needs TensorFlow.
-        processes: The footprints of the processes without TPUs, other than the leaders of slices: ingresses, workers.
-        idle_s: The number of seconds after which an unused slice is released.
-    """
-
-    name: str
+    name: str  # The name of the objects, to which suffixes are appended where there are several of a kind.
     namespace: str
     image: str
-    ray_version: str
-    account: str | None = None
+    ray_version: str  # The version of Ray in the image.
+    account: str | None = None  # The Google service account that the pods act as, to reach buckets and Cloud SQL.
+    # The name of a Secret whose keys become environment variables of all pods, such as PGPASSWORD.
     secret: str | None = None
+    # The Cloud SQL instance, PROJECT:REGION:NAME, that pods without TPUs reach through Google's proxy.
     cloud_sql: str | None = None
-    capacity: str = "on-demand"
-    from_hub: bool = False
-    public: bool = False
-    queue: str | None = None
+    capacity: str = "on-demand"  # How TPU machines are provisioned, one of `CAPACITIES`.
+    from_hub: bool = False  # Whether hosts download weights from the hub to their disks.
+    public: bool = False  # Whether clients connect through Google's load balancer (`cluster.provision.exposure`).
+    queue: str | None = None  # The Kueue local queue in which the cluster waits.
+    # The kind of object that has metrics collected, PodMonitoring or PodMonitor; None for no such object.
     monitor: str | None = "PodMonitoring"
-    traces: bool = False
+    traces: bool = False  # Whether Ray's dashboard may trace a host, for which the image needs TensorFlow.
+    # The footprints of the processes without TPUs, other than the leaders of slices: ingresses, workers.
     processes: tuple[Footprint, ...] = ()
-    idle_s: int = 600
+    idle_s: int = 600  # The number of seconds after which an unused slice is released.
 
     @property
     def is_whole(self) -> bool:
@@ -73,14 +59,7 @@ class Target:
         return {"app.kubernetes.io/part-of": "wan-tpu", "app.kubernetes.io/instance": self.name}
 
     def build_object(self, api: str, kind: str, *, suffix: str | None = None, **content: Any) -> Object:
-        """Return a Kubernetes object with the cluster's name, namespace and labels.
-
-        Args:
-            api: The object's apiVersion.
-            kind: The object's kind.
-            suffix: What is appended to the name, with a dash, if there are several objects of the kind.
-            **content: The object's other fields.
-        """
+        """Return a Kubernetes object with the cluster's name (and a dash and `suffix`), namespace and labels."""
         queued = {"kueue.x-k8s.io/queue-name": self.queue} if self.queue and kind.startswith("Ray") else {}
         name = self.name if suffix is None else f"{self.name}-{suffix}"
         metadata = {"name": name, "namespace": self.namespace, "labels": self.labels | queued}

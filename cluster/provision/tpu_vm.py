@@ -100,22 +100,13 @@ hugepages=/sys/kernel/mm/transparent_hugepage/enabled
 
 @dataclass(frozen=True)
 class Machines:
-    """The location, image and account of all machines of a cluster.
+    """The location, image and account of all machines of a cluster."""
 
-    Attributes:
-        name: The cluster's name, which is the first part of the machines' names.
-        project: The Google Cloud project.
-        zone: The zone.
-        image: The container image.
-        account: The Google service account that the machines act as, to reach buckets and the cluster's token.
-        spot: Whether slices may be preempted.
-    """
-
-    name: str
+    name: str  # The cluster's name, which is the first part of the machines' names.
     project: str
     zone: str
     image: str
-    account: str
+    account: str  # The Google service account that the machines act as, to reach buckets and the cluster's token.
     spot: bool = False
 
     @property
@@ -125,7 +116,6 @@ class Machines:
 
     @property
     def head(self) -> str:
-        """The name of the head's machine."""
         return f"{self.name}-head"
 
     @property
@@ -156,13 +146,11 @@ def format_scripts(layout: Layout, machines: Machines) -> dict[str, str]:
                 f"{layout.source}: Cloud TPU's API has no {kind}, only {known}; on GKE: wan-tpu manifests"
             )
     _check_names(layout)
-    host_scripts = {f"{name}.sh": format_host_script(kind, machines) for name, kind in kinds.items()}
     return {
         "create.sh": _format_create_script(layout, machines),
         "delete.sh": _format_delete_script(layout, machines),
-    } | {
         "head.sh": format_head_script(machines),
-        **host_scripts,
+        **{f"{name}.sh": format_host_script(kind, machines) for name, kind in kinds.items()},
     }
 
 

@@ -35,34 +35,31 @@ def open_service() -> Service:
     return Service(os.environ.get("WAN_TPU_URL", "http://127.0.0.1:8000"), os.environ.get("WAN_TPU_API_KEY", ""))
 
 
-class GenerateVideo(io.ComfyNode):
-    """A video from a prompt and, where the model takes them, images."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        """Describe its inputs and outputs."""
-        return io.Schema(
-            node_id="WanTPUGenerateVideo",
-            display_name="Generate Video (wan-tpu)",
-            category=_CATEGORY,
-            description="Makes a video from a prompt and images on TPUs.",
-            inputs=[
-                *_common_inputs(),
-                io.Int.Input("width", default=0, min=0, max=8192, tooltip="Pixels; 0 is the model's, or the image's."),
-                io.Int.Input("height", default=0, min=0, max=8192, tooltip="Pixels; 0 is the model's, or the image's."),
-                _preset_input(),
-                io.Image.Input("image", optional=True, tooltip="The first frame."),
-                io.Image.Input("last_frame", optional=True, tooltip="The last frame."),
-                _Settings.Input("settings", optional=True),
-            ],
-            outputs=_outputs(),
-            hidden=[io.Hidden.unique_id],
-        )
+class _MakesVideo(io.ComfyNode):
+    """What the nodes have in common that have the service make a video."""
 
     @classmethod
     def validate_inputs(cls, preset: str = "") -> bool:
         """Leave the check of presets to the service, which knows them."""
         return True
+
+
+class GenerateVideo(_MakesVideo):
+    """A video from a prompt and, where the model takes them, images."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe its inputs and outputs."""
+        return _schema(
+            "GenerateVideo",
+            "Generate Video",
+            "Makes a video from a prompt and images on TPUs.",
+            io.Int.Input("width", default=0, min=0, max=8192, tooltip="Pixels; 0 is the model's, or the image's."),
+            io.Int.Input("height", default=0, min=0, max=8192, tooltip="Pixels; 0 is the model's, or the image's."),
+            _preset_input(),
+            io.Image.Input("image", optional=True, tooltip="The first frame."),
+            io.Image.Input("last_frame", optional=True, tooltip="The last frame."),
+        )
 
     @classmethod
     async def execute(
@@ -82,34 +79,22 @@ class GenerateVideo(io.ComfyNode):
         return await _make(cls.hidden.unique_id, "/v1/videos", fields, files)
 
 
-class RestyleVideo(io.ComfyNode):
+class RestyleVideo(_MakesVideo):
     """A video whose frames are noised and denoised again with another prompt."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe its inputs and outputs."""
-        return io.Schema(
-            node_id="WanTPURestyleVideo",
-            display_name="Restyle Video (wan-tpu)",
-            category=_CATEGORY,
-            description="Makes a video again from its frames and another prompt, where the model takes videos.",
-            inputs=[
-                *_common_inputs(),
-                io.Video.Input("video"),
-                io.Float.Input(
-                    "strength", default=0.8, min=0.001, max=1, step=0.05, tooltip="How much of it is made anew."
-                ),
-                _preset_input(),
-                _Settings.Input("settings", optional=True),
-            ],
-            outputs=_outputs(),
-            hidden=[io.Hidden.unique_id],
+        return _schema(
+            "RestyleVideo",
+            "Restyle Video",
+            "Makes a video again from its frames and another prompt, where the model takes videos.",
+            io.Video.Input("video"),
+            io.Float.Input(
+                "strength", default=0.8, min=0.001, max=1, step=0.05, tooltip="How much of it is made anew."
+            ),
+            _preset_input(),
         )
-
-    @classmethod
-    def validate_inputs(cls, preset: str = "") -> bool:
-        """Leave the check of presets to the service, which knows them."""
-        return True
 
     @classmethod
     async def execute(cls, video: Input.Video, strength: float, **common: Any) -> io.NodeOutput:
@@ -120,34 +105,22 @@ class RestyleVideo(io.ComfyNode):
         )
 
 
-class ContinueVideo(io.ComfyNode):
+class ContinueVideo(_MakesVideo):
     """A video that shows another one, and then what follows its last frame."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe its inputs and outputs."""
-        return io.Schema(
-            node_id="WanTPUContinueVideo",
-            display_name="Continue Video (wan-tpu)",
-            category=_CATEGORY,
-            description="Continues a video from its end. The result shows both.",
-            inputs=[
-                *_common_inputs(),
-                _preset_input(),
-                io.String.Input(
-                    "video_id", optional=True, force_input=True, tooltip="A video of the service, by the output `id`."
-                ),
-                io.Video.Input("video", optional=True, tooltip="Or any other video."),
-                _Settings.Input("settings", optional=True),
-            ],
-            outputs=_outputs(),
-            hidden=[io.Hidden.unique_id],
+        return _schema(
+            "ContinueVideo",
+            "Continue Video",
+            "Continues a video from its end. The result shows both.",
+            _preset_input(),
+            io.String.Input(
+                "video_id", optional=True, force_input=True, tooltip="A video of the service, by the output `id`."
+            ),
+            io.Video.Input("video", optional=True, tooltip="Or any other video."),
         )
-
-    @classmethod
-    def validate_inputs(cls, preset: str = "") -> bool:
-        """Leave the check of presets to the service, which knows them."""
-        return True
 
     @classmethod
     async def execute(cls, video_id: str = "", video: Input.Video | None = None, **common: Any) -> io.NodeOutput:
@@ -250,13 +223,23 @@ async def list_presets(_: web.Request) -> web.Response:
     return web.json_response(["", *(preset["name"] for preset in presets)])
 
 
-def _common_inputs() -> list[io.Input]:
-    return [
+def _schema(kind: str, name: str, about: str, *own: io.Input) -> io.Schema:
+    """Return the schema of a node that has the service make a video; `own` are its inputs beside the common ones."""
+    first = (
         io.String.Input("prompt", multiline=True, dynamic_prompts=True),
         io.String.Input("negative_prompt", multiline=True, default="", tooltip="Empty is the model's."),
         io.Int.Input("seed", default=0, min=0, max=2**63 - 1, control_after_generate=True),
         io.Float.Input("seconds", default=0, min=0, max=600, step=0.5, tooltip="Length; 0 is the model's."),
-    ]
+    )
+    return io.Schema(
+        node_id=f"WanTPU{kind}",
+        display_name=f"{name} (wan-tpu)",
+        category=_CATEGORY,
+        description=about,
+        inputs=[*first, *own, _Settings.Input("settings", optional=True)],
+        outputs=_outputs(),
+        hidden=[io.Hidden.unique_id],
+    )
 
 
 def _preset_input() -> io.Input:

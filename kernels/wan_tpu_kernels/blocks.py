@@ -85,16 +85,16 @@ def _ahead(chunk: int, ahead: int, mxu_sums: bool = True) -> Schedule:
 TABLE: dict[tuple[str, str], BlockSizes] = {
     # 1,497, 1,509, 1,806; online has 1,800 in chunks of 256, but text of 512 is then two
     ("v6e", "bfloat16"): BlockSizes(9728, 2048, Schedule(512), _ahead(512, 4), 64 * MIB),
-    # 1,318
+    # 1,318; online 1,901, and 2,383 with both products
     ("v6e", "int8"): BlockSizes(9472, 2048, _ahead(512, 2), _ahead(512, 4), 64 * MIB),
     # 1,469, 1,484, 1,790; of 2,816 rows, as a video of 720p has them, 1,475 for optimistic; of 9,472 x 1,024 1,486
     ("v7x", "bfloat16"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
-    # 1,235
+    # 1,235; online 1,768, and 1,792 with both products
     ("v7x", "float8_e4m3fn"): BlockSizes(3328, 2560, _ahead(512, 2), _ahead(512, 4), 48 * MIB),
     # 3,561, 3,747, 4,076
     ("v5p", "bfloat16"): BlockSizes(3328, 2560, Schedule(1280), _ahead(512, 4, mxu_sums=False), 48 * MIB),
-    # 2,756
-    ("v5p", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4, mxu_sums=False), 48 * MIB),
+    # 2,756; online 3,719, and 4,206 with both products
+    ("v5p", "int8"): BlockSizes(3328, 2560, Schedule(512), _ahead(512, 4), 48 * MIB),
     # 3,448, 3,529, 4,141 on 2026-11-26 with libtpu 0.0.42.1; the matrix units alone need 3,906
     ("v5e", "bfloat16"): BlockSizes(3328, 2560, _ahead(512, 4, mxu_sums=False), _ahead(512, 4), 48 * MIB),
     # 2,852

@@ -18,6 +18,10 @@ from wan_tpu_kernels.vae.group_norm import (
     norm_silu,
     norm_silu_reference,
 )
+from wan_tpu_kernels.vsa.tile_attention import tile_attention, tile_attention_reference
+from wan_tpu_kernels.windows.attention import window_attention, window_attention_reference
+from wan_tpu_kernels.windows.norm_qkv import norm_qkv, norm_qkv_reference
+from wan_tpu_kernels.windows.norm_swiglu import norm_swiglu, norm_swiglu_reference
 
 MATMUL, CONVOLUTION, ATTENTION, VECTOR = "matmul", "convolution", "attention", "vector"
 
@@ -48,6 +52,10 @@ KERNELS: dict[str, Kernel] = {
         sparse_attention_reference,
         {"sparse_attention": ATTENTION, "linear_attention": ATTENTION, "top_lists": ATTENTION, "block_means": VECTOR},
     ),
+    "tile_attention": Kernel(tile_attention, tile_attention_reference, {"tile_attention": ATTENTION}),
+    "window_attention": Kernel(window_attention, window_attention_reference, {"window_attention": ATTENTION}),
+    "norm_qkv": Kernel(norm_qkv, norm_qkv_reference, {"norm_qkv": MATMUL}),
+    "norm_swiglu": Kernel(norm_swiglu, norm_swiglu_reference, {"norm_swiglu": MATMUL}),
     "linear": Kernel(linear, linear_reference, {"linear": MATMUL}),
     "layer_norm": Kernel(layer_norm, layer_norm_reference, {"layer_norm": VECTOR, "rms_norm_shift": VECTOR}),
     "round_rows": Kernel(round_rows, round_rows_reference, {"round_rows": VECTOR}),

@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,7 @@ def flash_attention(
     kv_len: int | jax.Array | None = None,
     softmax: Softmax = "auto",
     qk: LowPrecision | None = None,
+    pv: LowPrecision | None = None,
     block_sizes: BlockSizes | None = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -90,6 +91,9 @@ def flash_attention(
         qk: Computes Q K^T from int8 or float8: Q with a scale per row, K with one per head, after the mean of K is
             subtracted, which doesn't affect softmax. This is an approximation; it is off by default, and can't be
             combined with "bounded".
+        pv: Computes the product with V from the same type as well: V with a scale for each channel, after its mean is
+            subtracted, and weights relative to the largest one so far, for int8 to that of their chunk. softmax is then
+            "auto" or "online".
         block_sizes: Those of `plan_blocks` by default.
         interpret: As for `pallas_call`.
 
@@ -99,7 +103,7 @@ def flash_attention(
     Raises:
         ValueError: Shapes or names don't fit.
     """
-    check_operands(q, k, v, heads, kv_len, softmax, qk)
+    check_operands(q, k, v, heads, kv_len, softmax, qk, pv)
     count, shape = heads or 1, q.shape
     q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
     width = shape[-1] // count
@@ -109,7 +113,7 @@ def flash_attention(
         q, k, v = (heads_to_batch(x, count) for x in (q, k, v))
     scale = width**-0.5 if scale is None else scale
     keys = count_keys(kv_len, k.shape[1])
-    call = _Call(1 if split else count, width, shared, scale, *keys, qk, block_sizes, interpret)
+    call = _Call(1 if split else count, width, shared, scale, *keys, qk, pv, block_sizes, interpret)
     out = call.run(q, k, v, softmax)
     return (batch_to_heads(out, count) if split else out).reshape(shape)
 
@@ -126,6 +130,7 @@ def flash_attention_unchecked(
     kv_len: int | jax.Array,
     softmax: Literal["optimistic", "online"] = "optimistic",
     qk: LowPrecision | None = None,
+    pv: LowPrecision | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute softmax(scale Q K^T) V with one method only, and check the result.
@@ -137,8 +142,8 @@ def flash_attention_unchecked(
         first_heads: The first head to use of q, k and v, which may hold more; they are read in place where heads fill
             registers.
         width: D.
-        scale, kv_len, qk, interpret: As for `flash_attention`.
-        softmax: The method; "online" is always right.
+        scale, kv_len, qk, pv, interpret: As for `flash_attention`.
+        softmax: The method; "online" is always right, and with `pv` the only one.
 
     Returns:
         The output [Lq, N * D], and a boolean scalar: False if it is wrong and must be repeated with "online".
@@ -148,9 +153,9 @@ def flash_attention_unchecked(
         q, k, v = (
             x[:, first * width : (first + heads) * width] for x, first in zip((q, k, v), first_heads, strict=True)
         )
-        out = flash_attention(q, k, v, heads=heads, scale=scale, kv_len=kv_len, qk=qk, interpret=interpret)
+        out = flash_attention(q, k, v, heads=heads, scale=scale, kv_len=kv_len, qk=qk, pv=pv, interpret=interpret)
         return out, jnp.asarray(True)
-    call = _Call(heads, width, shared, scale, *count_keys(kv_len, len(k)), qk, None, interpret)
+    call = _Call(heads, width, shared, scale, *count_keys(kv_len, len(k)), qk, pv, None, interpret)
     first_q, first_k, first_v = (first // shared for first in first_heads)
     out, check = call.run_once(q[None], k[None], v[None], softmax, (first_q, first_k, first_v))
     return out[0], jnp.asarray(True) if check is None else jnp.all(jnp.isfinite(check))
@@ -176,6 +181,17 @@ def flash_attention_reference(
     return batch_to_heads(out, count).reshape(shape).astype(v.dtype)
 
 
+class _Operands(NamedTuple):
+    """What `flash_tiles` multiplies: terms of Q, K, V, `rows_of` and `values_of`, and the output's dtype."""
+
+    terms: list[jax.Array]
+    k: jax.Array
+    v: jax.Array
+    rows_of: jax.Array | None
+    values_of: jax.Array | None
+    dtype: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """The static arguments of one call; arrays are q [B, Lq, N * D], k and v [B, Lk, N * D].
@@ -187,7 +203,7 @@ class _Call:
         scale: Factor of the logits.
         kv_len: Number of real keys; if `count` is an array, their largest number.
         count: Number of real keys [1] where only the program knows it, else None.
-        qk, block_sizes, interpret: As for `flash_attention`.
+        qk, pv, block_sizes, interpret: As for `flash_attention`.
     """
 
     heads: int
@@ -197,6 +213,7 @@ class _Call:
     kv_len: int
     count: jax.Array | None
     qk: LowPrecision | None
+    pv: LowPrecision | None
     block_sizes: BlockSizes | None
     interpret: Any
 
@@ -216,12 +233,12 @@ class _Call:
         """Return the result of one method, and its check if it has one; `first` are the first tiles of Q, K and V."""
         plan = functools.partial(plan_blocks, q.shape[1], self.kv_len, dtype=self.qk or q.dtype, shared=self.shared)
         blocks, rows = plan().blocks, q.shape[1]
-        if self.kv_len <= blocks.online.chunk:
+        if self.pv is not None or self.kv_len <= blocks.online.chunk:
             softmax = "online"
         elif softmax == "online":
             blocks = plan(fallback=True).blocks
-        terms, k, rows_of, first = self._round_operands(q, k, first)
-        out, *check = self._run_tiles(terms, k, v, rows_of, blocks, softmax, first)
+        operands, first = self._round_operands(q, k, v, first)
+        out, *check = self._run_tiles(operands, blocks, softmax, first)
         return out[:, :rows], check[0] if check else None
 
     def run(self, q: jax.Array, k: jax.Array, v: jax.Array, softmax: Softmax) -> jax.Array:
@@ -233,16 +250,16 @@ class _Call:
         fallback_blocks = self.block_sizes or plan(fallback=True).blocks
         bounded = self._bound_holds(q, k, v) if softmax == "bounded" else None
         rows = q.shape[1]
-        terms, k, rows_of, _ = self._round_operands(q, k, (0, 0, 0))
+        operands, _ = self._round_operands(q, k, v, (0, 0, 0))
 
         def run_way(name: str, blocks: BlockSizes = blocks) -> list[jax.Array]:
-            return self._run_tiles(terms, k, v, rows_of, blocks, name)
+            return self._run_tiles(operands, blocks, name)
 
         def run_online() -> jax.Array:
             return run_way("online", fallback_blocks)[0]
 
         # With one chunk in all, "online" sees the row's maximum at once, so it is the cheapest as well.
-        if softmax == "online" or self.kv_len <= blocks.online.chunk:
+        if softmax == "online" or self.pv is not None or self.kv_len <= blocks.online.chunk:
             out = run_way("online")[0]
         elif bounded is None:
             out, check = run_way("optimistic")
@@ -252,22 +269,17 @@ class _Call:
         return out[:, :rows]
 
     def _run_tiles(
-        self,
-        terms: list[jax.Array],
-        k: jax.Array,
-        v: jax.Array,
-        rows_of: jax.Array | None,
-        blocks: BlockSizes,
-        softmax: str,
-        first: tuple[int, int, int] = (0, 0, 0),
+        self, operands: "_Operands", blocks: BlockSizes, softmax: str, first: tuple[int, int, int] = (0, 0, 0)
     ) -> list[jax.Array]:
         is_counted = self.count is not None
         tile = AttentionTile(blocks, softmax, self.kv_len, self.multiplier, self.width, self.shared, is_counted)
-        k, v = (pad_rows(x, blocks.block_kv) for x in (k, v))
-        terms = [pad_rows(term, blocks.block_q) for term in terms]
+        k, v = (pad_rows(x, blocks.block_kv) for x in (operands.k, operands.v))
+        terms = [pad_rows(term, blocks.block_q) for term in operands.terms]
+        rows_of = operands.rows_of
         if rows_of is not None:
             rows_of = jnp.pad(rows_of, ((0, 0), (0, 0), (0, max(0, blocks.block_q - rows_of.shape[2]))))
-        return flash_tiles(terms, k, v, rows_of, tile, self.heads, self.interpret, first, self.count)
+        more = {"values_of": operands.values_of, "dtype": operands.dtype}
+        return flash_tiles(terms, k, v, rows_of, tile, self.heads, self.interpret, first, self.count, **more)
 
     def _bound_holds(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Return a boolean scalar: whether all exponents and sums of every head stay in range without a shift."""
@@ -281,18 +293,24 @@ class _Call:
         return x if self.count is None else jnp.where((jnp.arange(self.kv_len) < self.count)[:, None], x, 0)
 
     def _round_operands(
-        self, q: jax.Array, k: jax.Array, first: tuple[int, int, int]
-    ) -> tuple[list[jax.Array], jax.Array, jax.Array | None, tuple[int, int, int]]:
-        """Return Q's terms and K as they are multiplied, `rows_of` of `flash_tiles`, and the first tiles of Q, K, V."""
+        self, q: jax.Array, k: jax.Array, v: jax.Array, first: tuple[int, int, int]
+    ) -> tuple["_Operands", tuple[int, int, int]]:
+        """Return what is multiplied, and the first tiles of Q, K and V in it."""
+        kind, tiles = v.dtype, self.heads // self.shared
         if self.qk is None:
-            return [q], k, None, first
-        dtype = jnp.dtype(self.qk)
+            return _Operands([q], k, v, None, None, kind), first
+        dtype, real = jnp.dtype(self.qk), self.kv_len if self.count is None else self.count
         options: dict[str, Any] = {"width": self.width, "shared": self.shared, "interpret": self.interpret}
-        k, unit = round_keys(k, self.kv_len, dtype, tiles=self.heads // self.shared, first=first[1], **options)
+        k, unit, _ = round_keys(k, real, dtype, tiles=tiles, first=first[1], **options)
         terms, scales = round_queries(q, self.multiplier * unit, dtype, first=first[0], **options)
         if dtype == jnp.int8:
             scales = lax.bitcast_convert_type(MAGIC * scales, jnp.int32)
-        return terms, k, scales, (0, 0, first[2])
+        if self.pv is None:
+            return _Operands(terms, k, v, scales, None, kind), (0, 0, first[2])
+        # Each channel has its own scale, as if it were a head.
+        options |= {"width": 1, "shared": self.lanes}
+        v, *values_of = round_keys(v, real, dtype, tiles=tiles, first=first[2], **options)
+        return _Operands(terms, k, v, scales, jnp.stack(values_of, axis=1), kind), (0, 0, 0)
 
 
 def repeat_if(wrong: jax.Array, result: T, repeat: Callable[[], T]) -> T:

@@ -26,8 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from wan_tpu_kernels.blocks import BlockSizes
+from wan_tpu_kernels.low_precision import MAGIC
 
-Ref = Any  # A Pallas reference to VMEM or SMEM.
+Ref = Any  # A Pallas reference to VMEM, SMEM or HBM.
 Index = int | jax.Array
 
 # The optimistic kernel adds this to a row's first maximum, in powers of two, as room for later, larger logits. The
@@ -35,6 +36,7 @@ Index = int | jax.Array
 HEADROOM = 32.0
 
 FIRST_KEYS = 256  # Keys whose largest logit sets the optimistic shift; they are multiplied twice, so there are few.
+FLOAT8_ROOM = 8.0  # The largest weight in float8 is 2^8; the type ends at 448.
 SUBLANES = 8  # Rows of one float32 vector register.
 
 
@@ -71,13 +73,15 @@ class AttentionTile:
         return self.kv_len - (self.kv_steps - 1) * self.blocks.block_kv
 
 
-def run_grid_step(*refs: Ref, tile: AttentionTile, terms: int, scaled: bool) -> None:
+def run_grid_step(*refs: Ref, tile: AttentionTile, terms: int, scaled: bool, rounded: bool = False) -> None:
     """Run one grid step (b, h, i, j)."""
     counts, refs = refs[: tile.counted], refs[tile.counted :]
     q_refs, (k_ref, v_ref), refs = refs[:terms], refs[terms : terms + 2], refs[terms + 2 :]
     rows_ref = refs[0] if scaled else None
+    values_of = refs[scaled] if rounded else None
     outputs = 2 if tile.softmax == "optimistic" else 1
-    (o_ref, *check_ref), (acc_ref, shift_ref, *apart) = refs[scaled:][:outputs], refs[scaled:][outputs:]
+    refs = refs[scaled + rounded :]
+    (o_ref, *check_ref), (acc_ref, shift_ref, *apart) = refs[:outputs], refs[outputs:]
     step, last = pl.program_id(3), tile.kv_steps - 1
     d = o_ref.shape[1] // tile.shared
 
@@ -121,7 +125,10 @@ def run_grid_step(*refs: Ref, tile: AttentionTile, terms: int, scaled: bool) -> 
     @pl.when(step == last)
     def _() -> None:
         results = [head.result() for head in block.heads]
-        o_ref[...] = jnp.concatenate(results, axis=0).T.astype(o_ref.dtype)
+        out = jnp.concatenate(results, axis=0).T
+        if values_of is not None:
+            out = out * values_of[:1] + values_of[1:]
+        o_ref[...] = out.astype(o_ref.dtype)
         for ref in check_ref:  # 0 * x is NaN exactly where x is not finite.
             ref[...] = sum(jnp.sum(head.acc_ref[...] * 0.0, axis=0, keepdims=True) for head in block.heads)
 
@@ -221,18 +228,22 @@ class _Block:
     def _add_unit(self, head: _Head, s: jax.Array, v: jax.Array, columns: Any) -> None:
         """Add S^T [chunk, columns] with V^T [D or D + 8, chunk] to a head's sum and output."""
         if self.tile.softmax == "online":
-            before = head.shift_ref[:, columns]
-            shift = jnp.maximum(before, jnp.max(s, axis=0, keepdims=True))
+            before, own = head.shift_ref[:, columns], jnp.max(s, axis=0, keepdims=True)
+            if v.dtype.itemsize == 1:
+                own = _find_shift(own, head.factor[:, columns], v.dtype)
+            shift = jnp.maximum(before, own)
             head.shift_ref[:, columns] = shift
             head.acc_ref[:, columns] *= jnp.exp2(before - shift)[:1]
-            p = jnp.exp2(s - shift[:1])
+            # Beside a larger maximum, more weights of int8 would be zero. Floats keep their precision.
+            p = jnp.exp2(s - (own if v.dtype == jnp.int8 else shift[:1]))
         elif self.tile.softmax == "optimistic":
             p = jnp.exp2(s - head.shift_ref[:1, columns])
         else:
             p = jnp.exp2(s)
-        if not self._schedule.mxu_sums:
-            head.acc_ref[head.width :, columns] += jnp.sum(p.reshape(-1, SUBLANES, p.shape[1]), axis=0)
-        head.acc_ref[: v.shape[0], columns] += dot(v, p.astype(v.dtype), contract=(1, 0))
+        gain = jnp.exp2(own - shift[:1]) if v.dtype == jnp.int8 else None
+        if not self._sums_on_mxu:
+            head.acc_ref[head.width :, columns] += _rescale(jnp.sum(p.reshape(-1, SUBLANES, p.shape[1]), axis=0), gain)
+        head.acc_ref[: v.shape[0], columns] += _rescale(dot(v, _round_weights(p, v.dtype), contract=(1, 0)), gain)
 
     def _logits(
         self, head: _Head, start: Index, columns: Any, real: Index | None, count: int | None = None
@@ -258,7 +269,7 @@ class _Block:
         if real is not None:  # Values beyond the array's end may be NaN, and 0 * NaN is NaN.
             v = jnp.where(_is_key(v.shape, start, real), v, jnp.zeros_like(v))
         values = [v.T[head.lanes] for head in self.heads]
-        if not self._schedule.mxu_sums:
+        if not self._sums_on_mxu:
             return values
         first = lax.broadcasted_iota(jnp.int32, (SUBLANES, v.shape[0]), 0) == 0
         return [jnp.concatenate([x, first.astype(jnp.float32).astype(x.dtype)], axis=0) for x in values]
@@ -267,9 +278,40 @@ class _Block:
     def _schedule(self) -> Any:
         return self.tile.blocks.online if self.tile.softmax == "online" else self.tile.blocks.fixed
 
+    @property
+    def _sums_on_mxu(self) -> bool:
+        """Whether the second product adds up the weights; never rounded to int8, which makes small ones zero."""
+        return self._schedule.mxu_sums and self.v_ref.dtype != jnp.int8
+
     def _columns(self) -> list[Any]:
         step = self._schedule.columns or self.tile.blocks.block_q
         return [pl.ds(start, step) for start in range(0, self.tile.blocks.block_q, step)]
+
+
+def _find_shift(largest: jax.Array, factor: jax.Array, dtype: Any) -> jax.Array:
+    """Return the shift [1, columns] by which the largest logits get the largest weight of an 8-bit type, or less.
+
+    A larger weight would overflow. int8's logits are whole multiples of a row's scale, and shifts are rounded to that.
+    """
+    if dtype == jnp.int8:
+        scale = lax.bitcast_convert_type(factor, jnp.float32) / MAGIC
+        return largest - (math.log2(127) - scale / 2)
+    shift = largest - FLOAT8_ROOM
+    return jnp.where(largest - shift > FLOAT8_ROOM, largest, shift)
+
+
+def _rescale(sums: jax.Array, gain: jax.Array | None) -> jax.Array:
+    """Multiply sums over a chunk of keys by a factor [1, columns], if there is one."""
+    return sums if gain is None else sums.astype(jnp.float32) * gain
+
+
+def _round_weights(p: jax.Array, dtype: Any) -> jax.Array:
+    """Round weights to the type of V; for int8 they are from 0 to 127."""
+    if dtype != jnp.int8:
+        return p.astype(dtype)
+    # From 128 to 255, bfloat16 has whole numbers only, and its last byte is what exceeds 128.
+    shifted = p.astype(jnp.bfloat16) + jnp.bfloat16(128)
+    return lax.bitcast_convert_type(shifted, jnp.int16).astype(jnp.int8)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

@@ -19,6 +19,7 @@ def check_operands(
     kv_len: int | jax.Array | None,
     softmax: str,
     qk: str | None,
+    pv: str | None = None,
 ) -> None:
     """Raise `ValueError` for arguments of `flash_attention` that don't fit."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
@@ -31,8 +32,6 @@ def check_operands(
     if isinstance(kv_len, jax.Array):
         if kv_len.size != 1 or not jnp.issubdtype(kv_len.dtype, jnp.integer):
             raise ValueError(f"kv_len must be one whole number, got {kv_len.dtype} {kv_len.shape}")
-        if qk is not None:
-            raise ValueError(f"with qk={qk!r} kv_len must be a number that is known when the program is compiled")
     elif kv_len is not None and not 1 <= kv_len <= k.shape[-2]:
         raise ValueError(f"kv_len must be from 1 to {k.shape[-2]}, the keys given, got {kv_len}")
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (jnp.bfloat16, jnp.float32):
@@ -41,6 +40,8 @@ def check_operands(
         raise ValueError(f"with qk={qk!r} heads must be at most {LARGEST_WIDTH} wide, got {shapes}, {heads or 1} heads")
     if qk is not None and softmax == "bounded":
         raise ValueError(f"with qk={qk!r} softmax must be 'auto', 'optimistic' or 'online', got {softmax!r}")
+    if pv is not None and (pv != qk or softmax not in ("auto", "online")):
+        raise ValueError(f"pv={pv!r} needs the same qk, and softmax 'auto' or 'online', got {qk!r} and {softmax!r}")
     for name, value, allowed in (("softmax", softmax, get_args(Softmax)), ("qk", qk, (None, *get_args(LowPrecision)))):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -26,6 +26,8 @@ def flash_tiles(
     interpret: Any,
     first: tuple[int, int, int] = (0, 0, 0),
     count: jax.Array | None = None,
+    values_of: jax.Array | None = None,
+    dtype: Any = None,
 ) -> list[jax.Array]:
     """Run the kernel over all tiles.
 
@@ -42,6 +44,8 @@ def flash_tiles(
         first: The first tile to use of Q, K and V.
         count: The number of real keys of a counted tile, int32 [1]; blocks behind them are neither fetched nor
             computed.
+        values_of: Scale and mean of each channel of V in 8 bits, [B, 2, N * D] float32.
+        dtype: The output's; by default that of V.
 
     Returns:
         The output [B, Lq, N * D]; with softmax "optimistic" also a check [B * N / S, 1, Lq] float32, zero where the
@@ -62,10 +66,14 @@ def flash_tiles(
     flags = pl.BlockSpec((None, 1, blocks.block_q), lambda b, h, i, j, *_: (b * tiles + h, 0, i))
     own_rows = pl.BlockSpec((None, tile.shared, blocks.block_q), lambda b, h, i, j, *_: (b * tiles + h, 0, i))
     table = [] if rows_of is None else [own_rows]
+    if values_of is not None:
+        table.append(pl.BlockSpec((None, 2, lanes), lambda b, h, i, j, *_: (b, 0, h)))
     outputs = 2 if tile.softmax == "optimistic" else 1
-    dtype = q[0].dtype
+    kind = q[0].dtype
     return pl.pallas_call(
-        functools.partial(run_grid_step, tile=tile, terms=len(q), scaled=rows_of is not None),
+        functools.partial(
+            run_grid_step, tile=tile, terms=len(q), scaled=rows_of is not None, rounded=values_of is not None
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=int(tile.counted),
             grid=grid,
@@ -74,11 +82,11 @@ def flash_tiles(
             scratch_shapes=[
                 pltpu.VMEM((tile.shared, d + SUBLANES, blocks.block_q), jnp.float32),
                 pltpu.VMEM((tile.shared, SUBLANES, blocks.block_q), jnp.float32),
-                *([pltpu.VMEM((tile.shared, len(q), blocks.block_q, lanes), dtype)] if tile.shared > 1 else []),
+                *([pltpu.VMEM((tile.shared, len(q), blocks.block_q, lanes), kind)] if tile.shared > 1 else []),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, q_len, width), v.dtype),
+            jax.ShapeDtypeStruct((batch, q_len, width), dtype or v.dtype),
             jax.ShapeDtypeStruct((batch * tiles, 1, q_len), jnp.float32),
         ][:outputs],
         compiler_params=pltpu.CompilerParams(
@@ -87,8 +95,10 @@ def flash_tiles(
         ),
         cost_estimate=_cost(q, k, tile, heads),
         interpret=interpret,
-        name=f"flash_attention_{tile.softmax}" + ("" if dtype == jnp.bfloat16 else f"_{dtype.name}"),
-    )(*([] if count is None else [count]), *q, k, v, *([] if rows_of is None else [rows_of]))
+        name=f"flash_attention_{tile.softmax}"
+        + ("" if kind == jnp.bfloat16 else f"_{kind.name}")
+        + ("" if values_of is None else "_both"),
+    )(*([] if count is None else [count]), *q, k, v, *(x for x in (rows_of, values_of) if x is not None))
 
 
 def _cost(q: Sequence[jax.Array], k: jax.Array, tile: AttentionTile, heads: int) -> pl.CostEstimate:

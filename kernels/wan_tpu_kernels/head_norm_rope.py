@@ -117,14 +117,14 @@ def _kernel(x_ref, weight_ref, *refs, eps, head, columns, centred, rotated):  # 
             stacked = jnp.concatenate([x_ref[here, lane : lane + width] for lane in starts])
             x = stacked.astype(jnp.float32)
             if centred:
-                x = x - _head_means(stacked, head)
-            squares = _head_means(x * x, head, rounded=stacked.dtype == jnp.bfloat16)
+                x = x - head_means(stacked, head)
+            squares = head_means(x * x, head, rounded=stacked.dtype == jnp.bfloat16)
             y = x * jax.lax.rsqrt(squares + eps) * weight_ref[...]
             if centred:
                 y = y + bias_ref[...]
             if tables:
                 cos, sin = (jnp.concatenate([table] * len(starts)) for table in angles)
-                y = y * cos + _swap_halves(y, head) * sin
+                y = y * cos + swap_halves(y, head) * sin
             y = y.astype(x_ref.dtype)
             for index, lane in enumerate(starts):
                 columns.store(results, here, lane, y[index * count : (index + 1) * count])
@@ -132,7 +132,7 @@ def _kernel(x_ref, weight_ref, *refs, eps, head, columns, centred, rotated):  # 
     by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)
 
 
-def _head_means(x: jax.Array, head: int, *, rounded: bool = False) -> jax.Array:
+def head_means(x: jax.Array, head: int, *, rounded: bool = False) -> jax.Array:
     """Return the mean of each head in all of its lanes, float32.
 
     Args:
@@ -156,7 +156,7 @@ def _head_means(x: jax.Array, head: int, *, rounded: bool = False) -> jax.Array:
     return jnp.dot(x, blocks, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _swap_halves(x: jax.Array, head: int) -> jax.Array:
+def swap_halves(x: jax.Array, head: int) -> jax.Array:
     """Swap the halves of each head of x [rows, S*D]."""
     width, half = x.shape[1], head // 2
     later = pltpu.roll(x, half, 1)

@@ -1,4 +1,4 @@
-"""Rounding to 8 bits: rows with one scale each for linear layers, and Q and K for the first matmul of attention.
+"""Rounding to 8 bits: rows with one scale each for linear layers, and Q, K and V for attention.
 
 Shapes: L rows (tokens), C channels; B batch, N heads, D head width.
 """
@@ -137,7 +137,7 @@ def _round_kernel(*refs):  # type: ignore[no-untyped-def]
 
 def round_keys(
     k: jax.Array,
-    kv_len: int,
+    kv_len: int | jax.Array,
     dtype: Any,
     *,
     tiles: int,
@@ -145,16 +145,16 @@ def round_keys(
     shared: int = 1,
     first: int = 0,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Subtract the mean key from keys and round them to 8 bits, with one scale per head.
 
     Subtracting the mean key changes all logits of a query by the same amount, which doesn't affect softmax. The
     remainder needs fewer bits where channels have a bias, as K of trained models has (SageAttention, arXiv:2410.02367,
-    section 4.2).
+    section 4.2). Values are rounded likewise: weights sum to one, so their mean is added to the output.
 
     Args:
         k: [B, Lk, at least (first + tiles) * shared * D], laid out like Q of `round_queries`.
-        kv_len: Rows from here on are ignored.
+        kv_len: Rows from here on are ignored; an array [1] where only the program knows it.
         dtype: The 8-bit type.
         tiles: Number of tiles of heads to round.
         width: D.
@@ -163,24 +163,28 @@ def round_keys(
         interpret: As for `pallas_call`.
 
     Returns:
-        The keys, [B, Lk, N * D] of dtype, at least 32 rows, and the scales, [B, N * D] float32.
+        The keys, [B, Lk, N * D] of dtype, at least 32 rows; the scales and the mean, [B, N * D] float32.
     """
     k = jnp.pad(k, ((0, 0), (0, max(0, ROWS_AT_ONCE - k.shape[1])), (0, 0)))
     (batch, rows, _), lanes = k.shape, width * shared
     block = _token_block(rows, ROWS_AT_ONCE)
-    tile = pl.BlockSpec((None, block, lanes), lambda b, t, i: (b, i, first + t))
+    tile = pl.BlockSpec((None, block, lanes), lambda b, t, i, *_: (b, i, first + t))
+    count = [kv_len] if isinstance(kv_len, jax.Array) else []
     grid, numbers = (batch, tiles, pl.cdiv(rows, block)), batch * rows * tiles * lanes
     parts = pl.pallas_call(
-        functools.partial(_key_range_kernel, kv_len=kv_len),
-        grid=grid,
-        in_specs=[tile],
-        out_specs=pl.BlockSpec((None, 3, SUBLANES, lanes), lambda b, t, i: (b, 0, 0, t)),
+        functools.partial(_key_range_kernel, kv_len=None if count else kv_len),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(count),
+            grid=grid,
+            in_specs=[tile],
+            out_specs=pl.BlockSpec((None, 3, SUBLANES, lanes), lambda b, t, i, *_: (b, 0, 0, t)),
+        ),
         out_shape=jax.ShapeDtypeStruct((batch, 3, SUBLANES, tiles * lanes), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=4 * numbers, transcendentals=0, bytes_accessed=numbers * k.dtype.itemsize),
         name="key_range",
         interpret=interpret,
-    )(k)
+    )(*count, k)
     mean, most, least = parts[:, 0].sum(axis=1) / kv_len, parts[:, 1].max(axis=1), parts[:, 2].min(axis=1)
     scales, inverse = _head_scales(jnp.maximum(most - mean, mean - least), width, dtype)
     row = pl.BlockSpec((None, 1, lanes), lambda b, t, i: (b, 0, t))
@@ -197,15 +201,18 @@ def round_keys(
         name="round_keys",
         interpret=interpret,
     )(k, mean[:, None], inverse[:, None])
-    return values, scales
+    return values, scales, mean
 
 
-def round_keys_reference(k: jax.Array, kv_len: int, dtype: Any, *, heads: int) -> tuple[jax.Array, jax.Array]:
+def round_keys_reference(
+    k: jax.Array, kv_len: int | jax.Array, dtype: Any, *, heads: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the same as `round_keys` of all heads, in plain jnp."""
-    real = k[:, :kv_len].astype(jnp.float32)
-    mean = real.mean(axis=1, keepdims=True)
-    scales, inverse = _head_scales(largest_size(real - mean, 1)[:, 0], k.shape[2] // heads, dtype)
-    return to_nearest((k.astype(jnp.float32) - mean) * inverse[:, None], dtype), scales
+    is_real, k = (jnp.arange(k.shape[1]) < kv_len)[:, None], k.astype(jnp.float32)
+    mean = jnp.where(is_real, k, 0).sum(axis=1, keepdims=True) / kv_len
+    largest = largest_size(jnp.where(is_real, k - mean, 0), 1)
+    scales, inverse = _head_scales(largest[:, 0], k.shape[2] // heads, dtype)
+    return to_nearest((k - mean) * inverse[:, None], dtype), scales, mean[:, 0]
 
 
 def _token_block(rows: int, unit: int) -> int:
@@ -220,7 +227,9 @@ def _head_scales(sizes: jax.Array, width: int, dtype: Any) -> tuple[jax.Array, j
     return sizes / largest_value(dtype), largest_value(dtype) / jnp.maximum(sizes, SMALLEST)
 
 
-def _key_range_kernel(k_ref, range_ref, *, kv_len):  # type: ignore[no-untyped-def]
+def _key_range_kernel(*refs, kv_len):  # type: ignore[no-untyped-def]
+    *count, k_ref, range_ref = refs
+    kv_len = count[0][0] if count else kv_len
     block, lanes = k_ref.shape
     step = pl.program_id(2)
 

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from wan_tpu_kernels.attempt import Attempt
 from wan_tpu_kernels.blocks import LANES
-from wan_tpu_kernels.flash_attention import repeat_if
-from wan_tpu_kernels.sparse_kernel import KEYS, PAIRS, QUERIES, STEP, TOGETHER, SparseTile, sparse_tiles
+from wan_tpu_kernels.sparse_kernel import PAIRS, STEP, SparseTile, sparse_tiles
+from wan_tpu_kernels.two_blocks import KEYS, QUERIES, TOGETHER
 
 
 def sparse_attention(
@@ -58,7 +59,28 @@ def sparse_attention(
 
     Raises:
         ValueError: Shapes don't fit.
+        NoRoom: K and V don't fit the chip's VMEM.
     """
+    options = {"heads": heads, "width": width, "first_heads": first_heads, "scale": scale, "kv_len": kv_len}
+    attempt = try_sparse_attention(q, k, v, blocks, least=least, interpret=interpret, **options)  # type: ignore[arg-type]
+    return attempt.again() if softmax == "online" else attempt.settle()
+
+
+def try_sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    blocks: jax.Array,
+    *,
+    heads: int,
+    width: int | None = None,
+    first_heads: tuple[int, int, int] = (0, 0, 0),
+    scale: float | None = None,
+    kv_len: int | jax.Array | None = None,
+    least: int | None = None,
+    interpret: Any = False,
+) -> Attempt[jax.Array]:
+    """Compute the same as `sparse_attention` by the fast way."""
     batch, rows, channels = q.shape
     width = channels // heads if width is None else width
     first = first_tiles(first_heads, heads, width)
@@ -81,13 +103,14 @@ def sparse_attention(
     real = jnp.asarray(most if kv_len is None else kv_len, jnp.int32).reshape(1)
 
     def run_online() -> jax.Array:
-        return sparse_tiles(q, k, v, lists, real, dataclasses.replace(tile, online=True), heads, first, interpret)[0]
+        tile_online = dataclasses.replace(tile, online=True)
+        return sparse_tiles(q, k, v, lists, real, tile_online, heads, first, interpret)[0][:, :rows]
 
     # With one chunk in all, "online" sees the row's maximum at once.
-    if softmax == "online" or tile.chunks == 1:
-        return run_online()[:, :rows]
+    if tile.chunks == 1:
+        return Attempt(run_online(), jnp.asarray(True), run_online)
     out, check = sparse_tiles(q, k, v, lists, real, tile, heads, first, interpret)
-    return repeat_if(~jnp.all(jnp.isfinite(check)), out, run_online)[:, :rows]
+    return Attempt(out[:, :rows], jnp.all(jnp.isfinite(check)), run_online)
 
 
 def sparse_attention_reference(

@@ -1,13 +1,7 @@
 """The tile program of block-sparse attention: what one grid step does with four blocks of queries.
 
-All of K and V of one head lies in VMEM, so that a block of keys is an address and not a transfer: 39 MB for the 75,776
-tokens of a video.
-
-A matrix unit of 256 x 256 is too large for 128 queries of 128 channels. So two blocks of queries, A and B, are computed
-at once, though they attend to different keys. Q_A and Q_B are the diagonal blocks of one matrix [2 D, 256], and 256
-keys of A lie beside 256 keys of B in [256, 2 D]: the product is S^T of both, side by side. Half of the factors are
-zero, as in dense attention, where heads of 128 channels fill half of the unit. A grid step computes two such pairs in
-turn, so that the second begins while the first ends.
+Two of them are computed at once (two_blocks.py). A grid step computes two such pairs in turn, so that the second begins
+while the first ends.
 
 Letters: B batch, N heads, Lq Lk tokens, D head width, S heads that share 128 lanes, n blocks of keys in a list.
 """
@@ -25,17 +19,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.blocks import MIB
-from wan_tpu_kernels.flash_kernel import HEADROOM, SUBLANES, dot
+from wan_tpu_kernels.flash_kernel import SUBLANES, Ref
+from wan_tpu_kernels.two_blocks import (
+    AHEAD,
+    BOTH,
+    KEYS,
+    QUERIES,
+    TOGETHER,
+    TwoBlocks,
+    columns_of,
+    gather_rows,
+    list_scratch,
+    plan_vmem,
+)
 
-Ref = Any  # A Pallas reference to VMEM or SMEM.
-
-QUERIES, KEYS = 128, 64  # Tokens of a block of queries, and of a block of keys.
-PAIR = 2 * QUERIES  # Queries that are computed at once.
-PAIRS = 2  # Pairs per grid step: 3 to 5 % faster than one, according to the compiler.
-STEP = PAIRS * PAIR  # Queries of a grid step.
-TOGETHER = 4  # Blocks of keys in a chunk, which is computed at once: 256 keys, the depth of the matrix unit.
+PAIRS = 2  # Pairs of blocks per grid step: 3 to 5 % faster than one, according to the compiler.
+STEP = PAIRS * BOTH  # Queries of a grid step.
 UNROLLED = 48  # Chunks that are unrolled; longer lists loop over groups of this many.
-AHEAD = 3  # How many chunks ahead of their weights logits are computed.
+BESIDE, USUAL = 8 * MIB, 16 * MIB  # VMEM beside K and V: the least, which 362 frames of MiniMax-H3 leave on v7x.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +112,7 @@ def sparse_tiles(
     """
     (batch, rows, _), kv_rows, lanes, shared = q.shape, k.shape[1], tile.lanes, tile.shared
     steps, tiles = -(-rows // STEP), heads // shared
-    needed = 2 * kv_rows * lanes * k.dtype.itemsize  # The bytes of K and V of a tile.
-    buffers = 2 if 2 * needed + 16 * MIB < _vmem_bytes() else 1
-    if needed + 16 * MIB > _vmem_bytes():
-        raise ValueError(
-            f"K and V of {kv_rows} tokens are {needed / MIB:.0f} MiB, and this chip's VMEM is "
-            f"{_vmem_bytes() / MIB:.0f} MiB: at most {(_vmem_bytes() - 16 * MIB) // (needed // kv_rows)} tokens"
-        )
+    buffers, vmem_bytes = plan_vmem(kv_rows, lanes, k.dtype, BESIDE, USUAL)
     whole = functools.partial(pl.BlockSpec, pipeline_mode=pl.Buffered(buffers))
     queries = pl.BlockSpec((None, STEP, lanes), lambda b, t, i, s: (b, i, first[0] + t))
     keys = whole((None, kv_rows, lanes), lambda b, t, i, s: (b, 0, first[1] + t))
@@ -136,19 +131,13 @@ def sparse_tiles(
         grid=(batch, tiles, steps, shared),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), lists_of, queries, keys, values],
         out_specs=[results, flags][:outputs],
-        scratch_shapes=[
-            pltpu.VMEM((PAIRS, PAIR, 2 * lanes), q.dtype),
-            pltpu.VMEM((PAIRS, lanes, PAIR), jnp.float32),
-            pltpu.VMEM((PAIRS, SUBLANES, PAIR), jnp.float32),
-            pltpu.VMEM((PAIRS, SUBLANES, PAIR), jnp.float32),
-        ],
+        scratch_shapes=list_scratch(PAIRS, lanes, q.dtype),
         out_shape=[
             jax.ShapeDtypeStruct((batch, rows, heads * tile.width), v.dtype),
             jax.ShapeDtypeStruct((batch * heads, 1, rows), jnp.float32),
         ][:outputs],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=buffers * needed + 16 * MIB,
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=vmem_bytes
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * tile.width,
@@ -160,30 +149,18 @@ def sparse_tiles(
     )(kv_len, lists, q, k, v)
 
 
-def _vmem_bytes() -> int:
-    """Return the VMEM of a core of this chip, or that of a small one if there is no TPU."""
-    try:
-        return int(pltpu.get_tpu_info().vmem_capacity_bytes)
-    except ValueError:
-        return 64 * MIB
-
-
 def _kernel(
     kv_len_ref: Ref, list_ref: Ref, q_ref: Ref, k_ref: Ref, v_ref: Ref, o_ref: Ref, *refs: Ref, tile: SparseTile
 ) -> None:
     """Run one grid step (b, t, i, s): four blocks of queries of one head."""
-    check_ref, (q2_ref, acc_ref, sum_ref, shift_ref) = refs[:-4], refs[-4:]
-    pairs = [
-        _Pair(
-            kv_len_ref, list_ref.at[i], k_ref, v_ref, q2_ref.at[i], acc_ref.at[i], sum_ref.at[i], shift_ref.at[i], tile
-        )
-        for i in range(PAIRS)
-    ]
-    in_head = lax.div(lax.broadcasted_iota(jnp.int32, (PAIR, tile.lanes), 1), tile.width) == pl.program_id(3)
-    rows = [slice(number * PAIR, (number + 1) * PAIR) for number in range(PAIRS)]
+    check_ref, scratch = refs[:-4], refs[-4:]
+    both = [TwoBlocks(tile.online, *(ref.at[i] for ref in scratch)) for i in range(PAIRS)]
+    pairs = [_Pair(kv_len_ref, list_ref.at[i], k_ref, v_ref, both[i], tile) for i in range(PAIRS)]
+    in_head = lax.div(lax.broadcasted_iota(jnp.int32, (BOTH, tile.lanes), 1), tile.width) == pl.program_id(3)
+    rows = [slice(number * BOTH, (number + 1) * BOTH) for number in range(PAIRS)]
     for pair, here in zip(pairs, rows, strict=True):
         q = q_ref[here, :]
-        pair.start(q if tile.shared == 1 else jnp.where(in_head, q, jnp.zeros_like(q)))
+        pair.both.start(q if tile.shared == 1 else jnp.where(in_head, q, jnp.zeros_like(q)))
 
     groups = tile.groups
     if len(groups) > 1:
@@ -196,10 +173,10 @@ def _kernel(
     _add(pairs, groups[-1], first=len(groups) == 1, last=True)
 
     for pair, here in zip(pairs, rows, strict=True):
-        out = pair.result().T.astype(o_ref.dtype)
+        out = pair.both.result().T.astype(o_ref.dtype)
         o_ref[here, :] = out if tile.shared == 1 else jnp.where(in_head, out, o_ref[here, :])
         for ref in check_ref:
-            ref[:, here] = pair.check()
+            ref[:, here] = pair.both.check()
 
 
 def _add(pairs: Sequence["_Pair"], chunks: Sequence[Any], first: bool = False, last: bool = False) -> None:
@@ -215,16 +192,13 @@ def _add(pairs: Sequence["_Pair"], chunks: Sequence[Any], first: bool = False, l
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """Two blocks of queries, A and B, and their accumulators; columns are those of A, then those of B.
+    """Two blocks of queries, A and B, and their lists.
 
     Attributes:
         kv_len_ref: [1], the number of real keys.
         list_ref: [2 n], A's list, then B's.
         k_ref, v_ref: All of K and V of the tile.
-        q2_ref: [256, 2 S D], Q_A and Q_B as diagonal blocks.
-        acc_ref: [S D, 256] float32, O^T.
-        sum_ref: [8, 256], the weights' sums, as 8 rows yet to be added up.
-        shift_ref: [8, 256], the shift, the same row 8 times.
+        both: The queries.
         tile: The static settings.
     """
 
@@ -232,53 +206,22 @@ class _Pair:
     list_ref: Ref
     k_ref: Ref
     v_ref: Ref
-    q2_ref: Ref
-    acc_ref: Ref
-    sum_ref: Ref
-    shift_ref: Ref
+    both: TwoBlocks
     tile: SparseTile
-
-    def start(self, q: jax.Array) -> None:
-        """Store the queries [256, S D], zero in the lanes of other heads, and clear the accumulators."""
-        zeros = jnp.zeros((QUERIES, self.tile.lanes), q.dtype)
-        self.q2_ref[:QUERIES, :] = jnp.concatenate([q[:QUERIES], zeros], axis=1)
-        self.q2_ref[QUERIES:, :] = jnp.concatenate([zeros, q[QUERIES:]], axis=1)
-        self.acc_ref[...] = jnp.zeros_like(self.acc_ref)
-        self.sum_ref[...] = jnp.zeros_like(self.sum_ref)
-
-    def result(self) -> jax.Array:
-        """Return O^T [S D, 256], after the last key."""
-        return self.acc_ref[...] / jnp.sum(self.sum_ref[...], axis=0, keepdims=True)
-
-    def check(self) -> jax.Array:
-        """Return [1, 256], NaN where a row isn't finite: 0 * x is NaN exactly there."""
-        return jnp.sum(self.acc_ref[...] * 0.0, axis=0, keepdims=True) + jnp.sum(
-            self.sum_ref[...] * 0.0, axis=0, keepdims=True
-        )
 
     def add(self, s: jax.Array, chunk: Any, first: bool, masked: bool) -> None:
         """Add a chunk whose logits are S^T [256, 256]."""
+        both = self.both
         if first or self.tile.online:
-            largest = jnp.max(s, axis=0, keepdims=True)
-            before = None if first else self.shift_ref[:1, :]
-            shift = largest + (0.0 if self.tile.online else HEADROOM)
-            if before is not None:
-                shift = jnp.maximum(before, shift)
-                smaller = jnp.exp2(before - shift)
-                self.acc_ref[...] *= smaller
-                self.sum_ref[...] *= smaller
-            self.shift_ref[...] = jnp.broadcast_to(shift, self.shift_ref.shape)
-        p = jnp.exp2(s - self.shift_ref[:1, :])
-        self.sum_ref[...] += jnp.sum(p.reshape(-1, SUBLANES, PAIR), axis=0)
+            both.move_shift(jnp.max(s, axis=0, keepdims=True), first)
+        p = jnp.exp2(s - both.shift_ref[:1, :])
+        both.sum_ref[...] += jnp.sum(p.reshape(-1, SUBLANES, BOTH), axis=0)
         for block in range(2):
-            columns = slice(block * QUERIES, (block + 1) * QUERIES)
-            v = self._rows(self.v_ref, chunk, block, masked)
-            self.acc_ref[:, columns] += dot(v.T, p[:, columns].astype(v.dtype), contract=(1, 0))
+            both.add(block, p[:, columns_of(block)], self._rows(self.v_ref, chunk, block, masked))
 
     def logits(self, chunk: Any, masked: bool) -> jax.Array:
         """Return S^T [256, 256] float32 in powers of two, -inf where there is no real key."""
-        keys = jnp.concatenate([self._rows(self.k_ref, chunk, block, masked) for block in range(2)], axis=1)
-        s = dot(keys, self.q2_ref[...], contract=(1, 1))
+        s = self.both.logits([self._rows(self.k_ref, chunk, block, masked) for block in range(2)])
         if not math.isclose(self.tile.multiplier, 1.0, rel_tol=1e-6):
             s = s * self.tile.multiplier
         if not masked:
@@ -292,7 +235,7 @@ class _Pair:
         starts = [self._start(chunk, block, i) for i in range(TOGETHER)]
         if masked:  # What stands for no block is read from the last one.
             starts = [jnp.minimum(start, ref.shape[0] // KEYS * KEYS - KEYS) for start in starts]
-        rows = jnp.concatenate([ref[pl.ds(pl.multiple_of(start, KEYS), KEYS), :] for start in starts], axis=0)
+        rows = gather_rows(ref, starts)
         # Rows after the last key may be NaN, and 0 * NaN is NaN.
         return jnp.where(self._is_key(chunk, block, rows.shape), rows, jnp.zeros_like(rows)) if masked else rows
 

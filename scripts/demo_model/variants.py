@@ -80,10 +80,11 @@ def _use_wan21_statistics(checkpoint: Path) -> None:
     file.write_text(json.dumps(config))
 
 
+PARITY = "tests/wan_tpu/test_parity.py::test_same_latents_and_pixels_as_diffusers"
 MISTAKES = {
     "shift ignored": Mistake(
         sampling=Sampling(shift=1.0),
-        caught_by="tests/wan_tpu/test_known_mistakes.py::test_shift_changes_the_schedule_and_the_video",
+        caught_by=PARITY,
     ),
     "experts swapped": Mistake(_swap_experts),
     "the high-noise expert throughout": Mistake(_replace_other_expert(0)),
@@ -92,10 +93,11 @@ MISTAKES = {
     "latent statistics of Wan 2.1's VAE": Mistake(_use_wan21_statistics),
     "guidance off": Mistake(
         sampling=Sampling(guidance=1.0),
-        caught_by="tests/wan_tpu/test_parity.py::test_same_latents_and_pixels_as_diffusers",
+        caught_by=PARITY,
     ),
     "solver history dropped at the boundary": Mistake(
-        forgets=True, caught_by="tests/wan_tpu/test_known_mistakes.py::test_history_crosses_the_boundary"
+        forgets=True,
+        caught_by=PARITY,
     ),
     "a quarter of the steps": Mistake(sampling=Sampling(steps=sizes.STEPS // 4)),
 }

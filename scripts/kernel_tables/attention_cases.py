@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 from wan_tpu_kernels.flash_kernel import AttentionTile
 from wan_tpu_kernels.flash_tiles import flash_tiles
-from wan_tpu_kernels.sparse_kernel import PAIRS, QUERIES, STEP, TOGETHER, SparseTile, sparse_tiles
+from wan_tpu_kernels.sparse_kernel import PAIRS, STEP, SparseTile, sparse_tiles
+from wan_tpu_kernels.two_blocks import QUERIES, TOGETHER
+from wan_tpu_kernels.vsa.tile_attention import PAIR, ROWS, Part, tile_attention
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 D = 128
@@ -28,6 +30,7 @@ def ours(
     qk: str | None = None,
     shared: int = 1,
     counted: bool = False,
+    pv: str | None = None,
 ) -> Case:
     """Return flash_tiles at one block size and schedule (a dict of Schedule's fields).
 
@@ -47,15 +50,20 @@ def ours(
     shapes = (
         [jax.ShapeDtypeStruct((1, STEPS * block_q, D), jnp.dtype(qk or "bfloat16"))] * terms,
         jax.ShapeDtypeStruct((1, STEPS * block_kv, D), jnp.dtype(qk or "bfloat16")),
-        jax.ShapeDtypeStruct((1, STEPS * block_kv, D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, STEPS * block_kv, D), jnp.dtype(pv or "bfloat16")),
     )
-    if counted:
-        count = jax.ShapeDtypeStruct((1,), jnp.int32)
-        return lambda q, k, v, n: flash_tiles(q, k, v, None, tile, shared, False, count=n), (*shapes, count)
-    if qk is None:
-        return lambda q, k, v: flash_tiles(q, k, v, None, tile, shared, False), shapes
-    rows_of = jax.ShapeDtypeStruct((1, shared, STEPS * block_q), jnp.int32 if qk == "int8" else jnp.float32)
-    return lambda q, k, v, rows_of: flash_tiles(q, k, v, rows_of, tile, shared, False), (*shapes, rows_of)
+    rows_type = jnp.int32 if qk == "int8" else jnp.float32
+    more = (
+        None if qk is None else jax.ShapeDtypeStruct((1, shared, STEPS * block_q), rows_type),
+        None if pv is None else jax.ShapeDtypeStruct((1, 2, D), jnp.float32),
+        jax.ShapeDtypeStruct((1,), jnp.int32) if counted else None,
+    )
+
+    def run(q: Any, k: jax.Array, v: jax.Array, rows_of: Any, values_of: Any, count: Any) -> list[jax.Array]:
+        options = {"count": count, "values_of": values_of, "dtype": jnp.bfloat16}
+        return flash_tiles(q, k, v, rows_of, tile, shared, False, **options)
+
+    return run, (*shapes, *more)
 
 
 def splash(block_q: int, block_kv: int, chunk: int) -> Case:
@@ -96,3 +104,18 @@ def sparse(tokens: int, blocks: int) -> Case:
         return sparse_tiles(q, k, v, lists, kv_len, tile, 1, (0, 0, 0), False)
 
     return run, (x, x, x, lists, kv_len)
+
+
+def tiles(tokens: int, entries: int) -> Case:
+    """Return attention of tiles of 64 of `tokens`, in whole grid steps, two of which have that many in their list."""
+    x = jax.ShapeDtypeStruct((tokens, D), jnp.bfloat16)
+    lists, lengths, sizes = (
+        jax.ShapeDtypeStruct(shape, jnp.int32)
+        for shape in ((1, tokens // PAIR, entries), (1, tokens // PAIR), (tokens // ROWS,))
+    )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+        queries, keys, values = ([Part(part, tokens)] for part in (q, k, v))
+        return tile_attention(queries, keys, values, *rest, heads=1, width=D)
+
+    return run, (x, x, x, lists, lengths, sizes)

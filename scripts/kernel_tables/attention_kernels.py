@@ -8,7 +8,9 @@ from typing import Any
 from cluster.chips import CHIPS
 from wan_tpu.pricing.bundles import CompileError, count_bundles
 from wan_tpu_kernels.blocks import DEFAULT, LANES, SHARED_ROWS, TABLE, BlockSizes, Schedule
-from wan_tpu_kernels.sparse_kernel import KEYS, STEP
+from wan_tpu_kernels.sparse_kernel import STEP
+from wan_tpu_kernels.two_blocks import KEYS, TOGETHER
+from wan_tpu_kernels.vsa.tile_attention import ROWS, UNROLLED
 
 CASES = str(Path(__file__).with_name("attention_cases.py"))
 # The tile jax's and tokamax's kernels are best known at: the keys of a chunk as their users set them.
@@ -36,8 +38,11 @@ def table(chip: str) -> Iterator[Row]:
     yield ours(chip, "optimistic", None, width=64)
     yield ours(chip, "optimistic", None, counted=True)
     yield ours(chip, "optimistic", CHIPS[chip].mxu_8bit_dtype)
+    yield ours(chip, "online", CHIPS[chip].mxu_8bit_dtype)
+    yield ours(chip, "online", CHIPS[chip].mxu_8bit_dtype, both=True)
     for blocks in (118, 177):  # 10 and 15 % of 75,600 tokens
         yield sparse(chip, blocks)
+    yield tiles(chip, 111)  # What two boxes of FastH3 keep together of 124 frames, if they share half.
     for peer in ("splash", "tokamax"):
         yield _count(chip, peer, PEER_TILE["block_q"], PEER_TILE["block_kv"], PEER_TILE)
 
@@ -50,10 +55,12 @@ def ours(
     *,
     width: int = LANES,
     counted: bool = False,
+    both: bool = False,
 ) -> Row:
     """Count one of our kernels, at the block table's sizes unless others are given.
 
-    width  of a head; counted  whether the number of keys is known only when the kernel runs
+    width  of a head; counted  whether the number of keys is known only when the kernel runs; both  whether qk is the
+    type of the second product, too
     """
     if blocks is None:
         blocks = TABLE.get((chip, qk or "bfloat16"), DEFAULT)
@@ -69,8 +76,13 @@ def ours(
         "qk": qk,
         "shared": LANES // width,
         "counted": counted,
+        "pv": qk if both else None,
     }
-    more = (qk, f"heads of {width}" if width < LANES else None, "any number of keys" if counted else None)
+    more = (
+        f"both {qk}" if both else qk,
+        f"heads of {width}" if width < LANES else None,
+        "any number of keys" if counted else None,
+    )
     variant = ", ".join([softmax, *filter(None, more)])
     return _count(chip, "ours", blocks.block_q, blocks.block_kv, options, variant)
 
@@ -79,6 +91,12 @@ def sparse(chip: str, blocks: int, tokens: int = 75_776) -> Row:
     """Count block-sparse attention with `blocks` blocks of keys in a list: a grid step is 512 queries."""
     options = {"tokens": tokens, "blocks": blocks}
     return _count(chip, "sparse", STEP, blocks * KEYS, options, f"{blocks} blocks")
+
+
+def tiles(chip: str, entries: int, tokens: int = 37_376) -> Row:
+    """Count attention of tiles to lists of that many: an iteration of the loop is 16 tiles for each of 512 queries."""
+    keys = UNROLLED * TOGETHER * ROWS
+    return _count(chip, "tiles", STEP, keys, {"tokens": tokens, "entries": entries}, f"{entries} of two")
 
 
 def _count(chip: str, function: str, block_q: int, block_kv: int, options: dict[str, Any], variant: str = "") -> Row:

@@ -8,12 +8,14 @@ pipelines, their arguments' defaults, samplers and modules run as they are, with
   has that checkpoint's values, under the names in diffusers' scripts/convert_ltx2_to_diffusers.py.
 - Small models have fewer layers, channels and bins of sound than the constants in their code say.
 - Latents are kept, and nothing is decoded.
+- They add an adapter's products to weights in bfloat16 only; here the same products are added in float32.
 """
 
 import json
 import re
 import sys
 import types
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from ltx_core.loader import LoraPathStrengthAndSDOps, fuse_loras
+from ltx_core.loader.primitives import LoraStateDictWithStrength
+from ltx_core.loader.sft_loader import SafetensorsStateDictLoader
 from ltx_core.model.transformer import X0Model
 from ltx_core.model.transformer.model import LTXModel
 from ltx_core.model.transformer.rope import LTXRopeType
@@ -33,7 +38,7 @@ from ltx_core.text_encoders.gemma.embeddings_processor import EmbeddingsProcesso
 from ltx_core.text_encoders.gemma.feature_extractor import FeatureExtractorV1, FeatureExtractorV2
 from ltx_core.text_encoders.gemma.tokenizer import LTXVGemmaTokenizer
 from ltx_core.types import AudioLatentShape, VideoPixelShape
-from ltx_pipelines import distilled, ti2vid_one_stage
+from ltx_pipelines import distilled, ti2vid_one_stage, ti2vid_two_stages
 from ltx_pipelines.utils import args, constants
 from safetensors.torch import load_file
 
@@ -79,10 +84,14 @@ DOWNSAMPLING = {"spatial": "compress_space_res", "temporal": "compress_time_res"
 
 
 class Ledger:
-    """In place of their `ModelLedger`: the modules of one checkpoint, in float32."""
+    """In place of their `ModelLedger`: the modules of one checkpoint, in float32, and adapters of its transformer."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, adapters: Sequence[LoraPathStrengthAndSDOps] = ()) -> None:
+        self._folder, self._adapters = folder, adapters
+
+    def with_additional_loras(self, loras: Sequence[LoraPathStrengthAndSDOps]) -> "Ledger":
+        """Return the same with further adapters."""
+        return Ledger(self._folder, (*self._adapters, *loras))
 
     def read_config(self, part: str) -> dict[str, Any]:
         """Return the configuration of a part."""
@@ -170,7 +179,20 @@ class Ledger:
             cross_attention_adaln=config["cross_attn_mod"],
             **projections,
         )
-        return X0Model(self._fill(model, "transformer", TRANSFORMER_NAMES))
+        return X0Model(self._adapt(self._fill(model, "transformer", TRANSFORMER_NAMES)))
+
+    def _adapt(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Add the adapters' products to a transformer's weights."""
+        loader = SafetensorsStateDictLoader()
+        contents = [
+            LoraStateDictWithStrength(loader.load(adapter.path, adapter.sd_ops), adapter.strength)
+            for adapter in self._adapters
+        ]
+        for name, weight in model.state_dict().items():
+            change = fuse_loras._prepare_deltas(contents, name, torch.float32, weight.device)
+            if change is not None:
+                weight += change
+        return model
 
     def video_encoder(self) -> Any:
         """Return the VAE's encoder."""
@@ -216,11 +238,11 @@ def run(case: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the latents of video and sound, and the settings that their command line has by default.
 
     Args:
-        case: The checkpoint's `folder` and `kind`; `prompt`, `image` (a path or None), `seed`, `steps`, `height`,
-            `width` and `frames`.
+        case: The checkpoint's `folder` and `kind`; `prompt`, `image` (a path or None), `seed`, `steps` with guidance,
+            `height`, `width` and `frames`; the `adapter` of the second stage after guidance, or None for one stage.
     """
     ledger, is_distilled = Ledger(Path(case["folder"])), case["kind"].endswith("distilled")
-    module: Any = distilled if is_distilled else ti2vid_one_stage
+    module: Any = distilled if is_distilled else ti2vid_two_stages if case["adapter"] else ti2vid_one_stage
     kept: dict[str, np.ndarray] = {}
     module.torch = Float32("torch")
     module.ModelLedger = lambda **_: ledger
@@ -229,16 +251,26 @@ def run(case: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     _set_sound(ledger.read_config("audio_vae"))
 
     params = constants.LTX_2_3_PARAMS if "2.3" in case["kind"] else constants.LTX_2_PARAMS
-    parse = args.default_2_stage_distilled_arg_parser if is_distilled else args.default_1_stage_arg_parser
-    files = ["distilled-checkpoint-path", "spatial-upsampler-path"] if is_distilled else ["checkpoint-path"]
-    required = [f"--{name}=/" for name in ("gemma-root", "prompt", "output-path", *files)]
+    if is_distilled:
+        parse, files = (
+            args.default_2_stage_distilled_arg_parser,
+            ["distilled-checkpoint-path", "spatial-upsampler-path"],
+        )
+    elif case["adapter"]:
+        parse, files = args.default_2_stage_arg_parser, ["checkpoint-path", "spatial-upsampler-path", "distilled-lora"]
+    else:
+        parse, files = args.default_1_stage_arg_parser, ["checkpoint-path"]
+    required = [f"--{name}={case['adapter'] or '/'}" for name in ("gemma-root", "prompt", "output-path", *files)]
     defaults = vars(parse(params).parse_args(required))
 
     transformer, options = ledger.read_config("transformer"), {}
     if is_distilled:
         pipeline: Any = distilled.DistilledPipeline("", "", "", [])
     else:
-        pipeline = ti2vid_one_stage.TI2VidOneStagePipeline("", "", [])
+        if case["adapter"]:
+            pipeline = ti2vid_two_stages.TI2VidTwoStagesPipeline("", defaults["distilled_lora"], "", "", [])
+        else:
+            pipeline = ti2vid_one_stage.TI2VidOneStagePipeline("", "", [])
         for name in ("video_guider_params", "audio_guider_params"):
             guider = getattr(params, name)
             # The same place among fewer layers.
@@ -261,7 +293,10 @@ def run(case: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     if not is_distilled:
         names |= {"num_inference_steps": "steps", "negative_prompt": "negative_prompt"}
         names |= {"video_cfg_guidance_scale": "guidance_scale"}
-    return kept, {ours: defaults[theirs] for theirs, ours in names.items()}
+    settings = {ours: defaults[theirs] for theirs, ours in names.items()}
+    if case["adapter"]:
+        settings["steps"] += len(constants.STAGE_2_DISTILLED_SIGMA_VALUES) - 1
+    return kept, settings
 
 
 def _set_sound(config: dict[str, Any]) -> None:

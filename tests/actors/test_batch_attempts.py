@@ -14,6 +14,7 @@ from actors.batch.lines import RESULTS
 from actors.batch.manifest import read_manifest
 from actors.batch.run import open_batch
 from actors.batch.spans import LatestSpans
+from actors.engine import PreviewPicture
 from actors.errors import PipelineError, RequestFailed
 from actors.observe.span import Span
 from tests.actors.engines import Engine, FailingEngine
@@ -23,11 +24,12 @@ from wan_tpu.storage.base import StorageError
 from wan_tpu.storage.local import LocalStorage
 
 
-def run(tmp_path, engine, output, *ids, in_flight=1):
+def run(tmp_path, engine, output, *ids, in_flight=1, previews=False):
     """Run a manifest of requests with these ids; return the report."""
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(json.dumps({"id": id_, "prompt": "", "seed": seed}) for seed, id_ in enumerate(ids)))
-    with open_batch(read_manifest(path, SPEC.plan), output, in_flight=in_flight, tell=lambda _: None) as batch:
+    settings = {"in_flight": in_flight, "previews": previews, "tell": lambda _: None}
+    with open_batch(read_manifest(path, SPEC.plan), output, **settings) as batch:
         return batch.run(engine)
 
 
@@ -42,6 +44,29 @@ class LookingEngine(Engine):
         await super().forget(id)
         self.statuses[id] = json.loads(self.output.read(f"{id}.json"))["status"]
         assert self.statuses[id] != "done" or self.output.size(f"{id}.mp4")
+
+
+class PaintingEngine(Engine):
+    """Shows a picture of each unfinished video, and notes which files there are then."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output, self.seen = output, []
+
+    async def generate(self, plan, *, id, on_event, on_preview, **others):
+        on_preview(PreviewPicture(1, b"picture"))
+        while f"{id}.preview.jpg" not in self.output.list():
+            await asyncio.sleep(0.01)
+        self.seen.append(self.output.read(f"{id}.preview.jpg"))
+        return await super().generate(plan, id=id, on_event=on_event, **others)
+
+
+def test_preview_is_beside_an_unfinished_video_and_goes_when_that_is_there(tmp_path):
+    output = LocalStorage(tmp_path / "out")
+    engine = PaintingEngine(output)
+    assert run(tmp_path, engine, output, "cat", "dog", previews=True).videos_made == 2
+    assert engine.seen == [b"picture"] * 2
+    assert list(output.list()) == ["cat.json", "cat.mp4", "dog.json", "dog.mp4", RESULTS]
 
 
 def test_snapshots_go_once_video_and_record_are_written(tmp_path):
@@ -144,7 +169,7 @@ def test_whatever_an_engine_raises_is_a_failed_line(tmp_path, error):
 class StubbornEngine(Engine):
     """Makes another error of its cancellation."""
 
-    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None):
+    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None, on_preview=None):
         self.began.append(id)
         os.kill(os.getpid(), signal.SIGINT)
         try:
@@ -163,7 +188,7 @@ def test_an_interrupted_batch_ends_whatever_its_engine_makes_of_that(tmp_path):
 class TellingEngine(Engine):
     """Tells a span of every request."""
 
-    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None):
+    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None, on_preview=None):
         on_event(Span(slice="s", request=id, stage="encoder", kind="compute", start_s=0.0, seconds=2.0))
         return await super().generate(plan, id=id, on_event=on_event)
 

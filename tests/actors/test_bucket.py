@@ -56,7 +56,7 @@ def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(
 
 # After gs:// in one process, weights in s3:// are read range by range, which takes minutes from moto's server.
 @pytest.mark.long
-@pytest.mark.parametrize("bucket", ["gs", pytest.param("s3", marks=pytest.mark.soak)], indirect=True)
+@pytest.mark.parametrize("bucket", ["gs", pytest.param("s3", marks=pytest.mark.thorough)], indirect=True)
 def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(checkpoint_address, bucket, pipeline, tmp_path):
     expected = pipeline(KIND, "bfloat16").generate(ASKED).pixels
     there, here = f"{bucket.address}/converted", tmp_path / "converted"
@@ -106,12 +106,12 @@ def test_two_processes_fetch_a_file_once(checkpoint_address, bucket):
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("gs://videos", "names no folder of a bucket; give gs://bucket/folder"),
-        ("gs://videos/nothing", "gs://videos/nothing has no model_index.json"),
-        ("gs://nobody-s/model", "can't use gs://nobody-s/model: there is no bucket 'nobody-s'"),
-        ("s3://videos", "names no folder of a bucket; give s3://bucket/folder"),
-        ("s3://videos/nothing", "s3://videos/nothing has no model_index.json"),
-        ("s3://nobody-s/model", "can't use s3://nobody-s/model: there is no bucket 'nobody-s'"),
+        ("gs://videos", "gs://bucket/folder"),
+        ("gs://videos/nothing", r"gs://videos/nothing.*model_index\.json"),
+        ("gs://nobody-s/model", "gs://nobody-s/model.*'nobody-s'"),
+        ("s3://videos", "s3://bucket/folder"),
+        ("s3://videos/nothing", r"s3://videos/nothing.*model_index\.json"),
+        ("s3://nobody-s/model", "s3://nobody-s/model.*'nobody-s'"),
     ],
 )
 def test_missing_checkpoint_is_named_with_its_remedy(address, message, emulator, s3_emulator, tmp_path, monkeypatch):

@@ -22,7 +22,9 @@ from tests.actors.s3_server import count_uploads
 from wan_tpu.checkpoint import weight_file
 from wan_tpu.errors import CheckpointError, InvalidInput
 from wan_tpu.runtime.tensor_files import locate_tensors
-from wan_tpu.storage import base, s3
+from wan_tpu.runtime.weights import read_tensors
+from wan_tpu.storage import base, s3, streaming
+from wan_tpu.storage.addresses import PAYERS
 from wan_tpu.storage.base import Missing, Refused, StorageError
 from wan_tpu.storage.folder import BucketFolder
 from wan_tpu.storage.opening import open_storage
@@ -119,15 +121,16 @@ def test_refusals_of_amazon_name_the_remedy_for_their_cause(status, code, remedy
 
 
 @pytest.fixture
-def paying(gcs, emulator):
-    gcs.write("a.json", b"[1, 2]")
-    emulator.requester_pays = True
-    yield gcs.location()
-    emulator.requester_pays = False
+def paying(bucket):
+    bucket.storage.write("a.json", b"[1, 2]")
+    bucket.storage.write("a.safetensors", safetensors.numpy.save({"a": np.arange(6, dtype=np.float32)}))
+    bucket.emulator.requester_pays = True
+    yield bucket
+    bucket.emulator.requester_pays = False
 
 
-def test_bucket_whose_requester_pays_names_the_variable_for_the_project(paying):
-    storage = open_storage(paying)
+def test_bucket_whose_requester_pays_names_the_variable_for_who_does(paying):
+    storage = paying.storage
     for act in (
         lambda: storage.read("a.json"),
         lambda: storage.read("a.json", 1, 3),
@@ -136,20 +139,37 @@ def test_bucket_whose_requester_pays_names_the_variable_for_the_project(paying):
         storage.list,
         storage.probe,
     ):
-        with pytest.raises(Refused, match="GOOGLE_CLOUD_QUOTA_PROJECT"):
+        with pytest.raises(Refused, match=PAYERS[paying.scheme]):
             act()
 
 
 def test_bucket_is_read_whose_requester_pays(paying, monkeypatch):
-    monkeypatch.setenv("GOOGLE_CLOUD_QUOTA_PROJECT", "mine-1")
-    storage = open_storage(paying)
+    monkeypatch.setenv(PAYERS[paying.scheme], "requester")  # A project has this name, too.
+    storage = paying.storage
     assert (storage.read("a.json"), storage.read("a.json", 1, 4)) == (b"[1, 2]", b"1, ")
-    assert (storage.size("a.json"), storage.list()) == (6, {"a.json": 6})
+    assert storage.size("a.json") == storage.list()["a.json"] == 6
     file = storage.open("a.json", 1)
     assert file.read(9) == b"1, 2]"
     file.close()
     storage.write("b.json", b"{}")
     storage.delete("b.json")
+    if (url := storage.url("a.json", 60, "a.json")) is not None:  # Nobody signs for Google's emulator.
+        assert requests.get(url, timeout=10).content == b"[1, 2]"
+
+
+def test_weights_are_read_from_a_bucket_whose_requester_pays(paying, monkeypatch):
+    monkeypatch.setenv(PAYERS[paying.scheme], "requester")
+    stored = locate_tensors(weight_file(f"{paying.address}/a.safetensors"))
+    assert read_tensors(stored)["a"].tolist() == list(range(6))
+
+
+def test_weights_that_the_streamer_cant_read_come_from_the_service_s_own_client(bucket, monkeypatch):
+    others = {"gs://": "s3://", "s3://": "gs://"}
+    monkeypatch.setattr(streaming, "_client", {"scheme": others[bucket.scheme]})  # Of the service that was used first.
+    values = {f"{number}": np.full(1000 + number, number, np.float32) for number in range(40)}
+    bucket.storage.write("a.safetensors", safetensors.numpy.save(values))
+    read = read_tensors(locate_tensors(weight_file(f"{bucket.address}/a.safetensors")))
+    assert all(np.array_equal(read[name], value) for name, value in values.items())
 
 
 @pytest.mark.parametrize(

@@ -191,23 +191,22 @@ def test_report_of_another_generation_is_refused(report):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text[:-100], "is damaged: it isn't JSON"),
-        (lambda text: "[1]", "isn't a report of wan-tpu doctor"),
-        (lambda text: text.replace('"calibration"', '"other"'), "has no figures"),
-        (lambda text: text.replace("1640000000.0", '"fast"'), "clock_hz is 'fast'"),
-        (lambda text: text.replace("1640000000.0", "-1"), "clock_hz is -1"),
-        (lambda text: text.replace("1640000000.0", "NaN"), "clock_hz is nan"),
-        (lambda text: text.replace("grid_step_s", "grid_steps"), "grid_steps is 5e-07"),
-        (lambda text: text.replace('"rehearsal": false', '"rehearsal": true'), "which says nothing about a TPU"),
-        (lambda text: text.replace('"chip": "v6e"', '"chip": ""'), "which says nothing about a TPU"),
-        (lambda text: json.dumps(json.loads(text) | {"calibration": {}}), "has no measured rates"),
+        (lambda text: text[:-100], "JSON"),
+        (lambda text: "[1]", "report"),
+        (lambda text: text.replace('"calibration"', '"other"'), "figures"),
+        (lambda text: text.replace("1640000000.0", '"fast"'), "clock_hz.*'fast'"),
+        (lambda text: text.replace("1640000000.0", "-1"), r"clock_hz.*-1\b"),
+        (lambda text: text.replace("1640000000.0", "NaN"), "clock_hz.*nan"),
+        (lambda text: text.replace("grid_step_s", "grid_steps"), "grid_steps.*5e-07"),
+        (lambda text: text.replace('"rehearsal": false', '"rehearsal": true'), "nothing"),
+        (lambda text: text.replace('"chip": "v6e"', '"chip": ""'), "nothing"),
+        (lambda text: json.dumps(json.loads(text) | {"calibration": {}}), "measured"),
     ],
 )
 def test_report_that_is_of_no_use_is_refused(report, change, message):
     report.write_text(change(report.read_text()))
-    with pytest.raises(InvalidInput, match=message) as refused:
+    with pytest.raises(InvalidInput, match=message):
         load_calibration(report)
-    assert "give the doctor.json of a TPU: wan-tpu doctor --part rates --part collectives" in str(refused.value)
 
 
 def test_report_that_is_not_there_is_refused(tmp_path):
@@ -215,7 +214,7 @@ def test_report_that_is_not_there_is_refused(tmp_path):
         load_calibration(tmp_path / "none.json")
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_prediction_is_made_by_a_process_of_its_own(tmp_path):
     pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
     machine = Machine(tmp_path, kind="TPU v6 lite", devices=4)

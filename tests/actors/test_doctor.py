@@ -8,6 +8,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
+from actors.cli import main
 from actors.doctor import executables
 from actors.doctor.examination import examine
 from actors.doctor.finding import Machine
@@ -16,6 +17,7 @@ from actors.planning.calibration import load_calibration
 from tests.conftest import ROOT, with_devices
 from wan_tpu.errors import InvalidInput
 from wan_tpu.ops import self_check
+from wan_tpu_kernels.catalogue import KERNELS
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def check_rehearsal(folder, *parts):
     done, bundle = run_doctor(folder, *parts, JAX_TEST_TOKEN="a secret", JAX_TEST_LEVEL="4")
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert done.stderr == ""
-    assert "4 of 'cpu': they stand in for chips" in done.stdout
+    assert "4 of 'cpu'" in done.stdout
     assert "0 failed" in done.stdout or "no problems found" in done.stdout
     assert "a secret" not in bundle
     report = json.loads(bundle)
@@ -61,12 +63,12 @@ def test_rehearsal_of_what_needs_no_model_finds_nothing_wrong(tmp_path):
     assert verdicts["executables"] == ["ok"]
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_rehearsal_of_everything_finds_nothing_wrong(tmp_path):
     verdicts = check_rehearsal(tmp_path)
     assert list(verdicts) == ["host", "jax", "rates", "collectives", "kernels", "model", "executables", "mp4", "step"]
     assert set(verdicts["kernels"]) == set(verdicts["model"]) == {"ok"}
-    assert len(verdicts["kernels"]) == 21
+    assert len(verdicts["kernels"]) >= len(KERNELS)  # each at least once
     assert verdicts["step"] == ["info"] * 2  # Nothing is predicted of CPU devices.
 
 
@@ -79,7 +81,7 @@ def test_kernel_that_is_off_by_a_tile_is_named(machine, monkeypatch):
     monkeypatch.setitem(self_check.KERNELS, "attention", attention._replace(run=shift))
     finding = next(check_kernels(machine))
     assert (finding.name, finding.verdict) == ("attention", "fail")
-    assert "use --kernels reference:attention meanwhile" in finding.advice
+    assert "--kernels reference:attention" in finding.advice
 
 
 SWAPPED = """
@@ -121,7 +123,7 @@ def test_full_disk_is_named(tmp_path):
     done = subprocess.run([*inside, command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, (done.stdout, done.stderr)
     assert "FAIL disk" in done.stdout and "No space left on device" in done.stdout
-    assert f"free some space on the disk of {tmp_path}" in done.stdout
+    assert str(tmp_path) in done.stdout
 
 
 def test_one_worker_of_a_larger_slice_is_told_what_to_run(machine, monkeypatch):
@@ -129,7 +131,7 @@ def test_one_worker_of_a_larger_slice_is_told_what_to_run(machine, monkeypatch):
     findings = list_findings(machine, "rates", "kernels")
     assert [finding.verdict for finding in findings] == ["fail", "fail"]
     assert findings[0].measured == "this is one of 2 hosts of a TPU slice"
-    assert "start a Ray cluster on all of them" in findings[0].advice
+    assert "Ray" in findings[0].advice
 
 
 def test_check_that_fails_itself_is_a_finding_and_stops_no_other(machine, monkeypatch):
@@ -140,17 +142,9 @@ def test_check_that_fails_itself_is_a_finding_and_stops_no_other(machine, monkey
     assert encoding.name == "mp4"
 
 
-def test_folder_that_is_not_there_is_refused(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "actors.cli", "doctor", "--disk", tmp_path / "none"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"error: --disk {tmp_path / 'none'} doesn't exist; create it, or choose another folder\n",
-    )
+def test_folder_that_is_not_there_is_refused(tmp_path, capsys):
+    assert main(["doctor", "--disk", str(tmp_path / "none")]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().err
 
 
 def test_tpu_that_jax_passes_over_is_no_rehearsal(tmp_path, monkeypatch):
@@ -159,4 +153,4 @@ def test_tpu_that_jax_passes_over_is_no_rehearsal(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     findings = list_findings(Machine(tmp_path), "jax", "kernels")
     assert [finding.verdict for finding in findings] == ["fail"]
-    assert "this machine has a TPU (/dev/vfio/0), but JAX finds only its CPU" in findings[0].measured
+    assert "/dev/vfio/0" in findings[0].measured

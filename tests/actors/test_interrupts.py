@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import inspect
 import os
+import re
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -82,6 +86,45 @@ def test_ctrl_c_ends_imports_that_swallow_it(swallow):
         except KeyboardInterrupt:
             raise ImportError("half imported") from None
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# Run in an interpreter of its own, in which nothing has imported Ray yet.
+INTERRUPTED = """
+import signal, sys
+{finder}
+sys.meta_path.insert(0, Interrupting())
+from actors.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Interrupting:
+    """A finder of modules that is interrupted where Ray's parts are imported, as an extension module would be."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name in ("ray.serve", "ray.job_submission"):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("half imported") from None
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["status", "--address", "127.0.0.1:1"],
+        ["serve", "--down", "--address", "127.0.0.1:1"],
+        ["drive", "--address", "127.0.0.1:1", "--manifest", "in.jsonl", "--output", "out"],
+        ["submit", "--address", "http://127.0.0.1:1", "--stop", "job"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_ctrl_c_while_ray_is_imported_ends_a_command_in_one_line(argv, tmp_path):
+    program = INTERRUPTED.format(finder=inspect.getsource(Interrupting))
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 130
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if not re.match(r" *\d+ s ", line)] == ["interrupted"]  # The others are progress.
 
 
 def test_ctrl_c_is_told_from_sigterm():

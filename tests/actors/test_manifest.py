@@ -61,7 +61,7 @@ def test_line_with_an_empty_prompt_is_bad_where_the_model_needs_one_and_the_othe
     Image.new("RGB", (30, 20)).save(tmp_path / "wide.png")
     lines = {"prompt": ""}, {"prompt": "A cat"}, {"prompt": "", "image": "wide.png"}
     read = read_manifest(manifest(tmp_path, *lines), published_spec("minimax-h3").plan)
-    assert [bad.line for bad in read.bad] == [1] and "or give an image" in read.bad[0].reason
+    assert [bad.line for bad in read.bad] == [1] and "image" in read.bad[0].reason
     assert [entry.line for entry in read.entries] == [2, 3]
     assert read_manifest(manifest(tmp_path, *lines[:2]), SPEC.plan).bad == ()
 
@@ -108,7 +108,7 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
         ('{"num_steps": 4}', "unknown field 'num_steps'; did you mean 'steps'?"),
         ('{"negativ_prompt": ""}', "did you mean 'negative_prompt'?"),
         ('{"size": "720*1280"}', "give height and width"),
-        ('{"colour": 4}', "the fields are id, output, prompt"),
+        ('{"colour": 4}', "the fields are id, output, next_prompts"),
         ('{"prompt": "", "steps": 0}', r"steps is 0; allowed: 1 to 1000, nearest 1"),
         ('{"prompt": "", "fps": NaN}', "fps is nan; give a finite number"),
         ('{"frames": 5}', 'has no prompt; give one, or "" for an empty prompt'),

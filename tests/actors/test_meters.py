@@ -20,7 +20,7 @@ from tests.conftest import PHOTO
 from tests.waiting import wait_for
 from wan_tpu import GenerationRequest
 
-pytestmark = [pytest.mark.long, pytest.mark.soak]
+pytestmark = [pytest.mark.long, pytest.mark.thorough]
 
 
 def figures():

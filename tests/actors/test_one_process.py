@@ -1,17 +1,20 @@
 """The one-process pipeline as an engine, with real (small) models."""
 
 import asyncio
+import io
 import json
 import time
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from actors.batch.one_process import OneProcessEngine
 from actors.commands.batch import batch
 from actors.engine import GeneratedVideo
 from actors.observe.timeline import compute_figures
 from tests.conftest import PHOTO
+from tests.waiting import wait_for
 from wan_tpu import GenerationRequest, InvalidInput, cli
 from wan_tpu.media.reading import read_frames
 from wan_tpu.storage.opening import open_storage
@@ -64,6 +67,20 @@ def test_fragments_come_with_the_same_video(engine, tmp_path):
     assert (fragment.run, fragment.index, fragment.content[4:8]) == (0, 0, b"ftyp")
     (tmp_path / "video.mp4").write_bytes(fragment.content)
     assert len(read_frames(tmp_path / "video.mp4", 1)) == 1
+
+
+def test_previews_come_with_the_same_video(engine, pipeline):
+    pipeline(KIND).painter.prepare()  # Fitting colours takes longer than these steps.
+    plan, pictures = engine.model.plan(GenerationRequest(**FIELDS, image=PHOTO)), []
+
+    def wait_before_the_end(span):
+        if span.step == 3:
+            wait_for(lambda: pictures)
+
+    work = engine.generate(plan, id="cat", on_event=wait_before_the_end, on_preview=pictures.append)
+    assert asyncio.run(work) == generate(engine, GenerationRequest(**FIELDS, image=PHOTO))
+    assert {picture.step for picture in pictures} <= set(plan.preview_steps)
+    assert Image.open(io.BytesIO(pictures[0].jpeg)).format == "JPEG"
 
 
 def test_error_of_a_stage_reaches_the_caller(engine):

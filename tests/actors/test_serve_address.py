@@ -102,7 +102,7 @@ def test_files_of_one_machine_are_created_where_the_service_looks_for_them(tmp_p
         database=f"{here}jobs.sqlite", storage=f"{here}results", model="m", webhook_secret_file=f"{here}secret"
     )
     make_key(open_database(settings.database), "ann")  # where the command runs, which says nothing of the head
-    with pytest.raises(InvalidInput, match="has no API keys"):
+    with pytest.raises(InvalidInput, match="wan-tpu keys add"):
         prepare_on_head(settings, "0.0.0.0")
     prepare_on_head(settings, "127.0.0.1")
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("jobs")] == []
@@ -135,5 +135,5 @@ def test_a_config_s_applications_are_built_wherever_serve_does_it(tmp_path, chec
     file = {"layout": mounted.path, "layout_sha256": mounted.sha256}
     assert ray.get(task.remote("worker", without, **file)) == "Application"
     assert {"jobs.sqlite", "results"} <= {path.name for path in tmp_path.iterdir()}
-    with pytest.raises(ray.exceptions.RayTaskError, match="has no API keys"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="wan-tpu keys add"):
         ray.get(task.remote("ingress", arguments | {"host": "0.0.0.0"}))

@@ -1,4 +1,4 @@
-"""What the status says of replicas that compute with other things than their siblings."""
+"""What `wan-tpu status` shows."""
 
 import time
 
@@ -39,7 +39,7 @@ def test_status_is_there_though_its_actor_is_silent():
     status = build_status(SPEC, None, [], {"all/0", "all/1"})
     assert status.silent and list(status.pools[0].replicas) == ["all/0", "all/1"]
     text = format_status(status)
-    assert "its status actor doesn't answer" in text and "unknown" in text
+    assert "unknown" in text
 
 
 def test_many_replicas_and_requests_are_counted():

@@ -21,6 +21,8 @@ STORED_FORM = ["actors/jobs/stored_request.py", "actors/jobs/tables.py", "actors
 SERIES = timedelta(hours=12)  # Changes that follow each other as soon as this are one change.
 FRAMES = 17
 
+pytestmark = pytest.mark.long
+
 
 def git(*arguments):
     """Return the output of git; skip the test where there is no history, as in an archive or a shallow clone."""

@@ -113,7 +113,7 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
     assert 0 < pool["handoff_s"] < SECONDS
     code, text, _ = cluster.run("status")
     assert re.search(r"  all +v6e-1 +1 of 1 +queue \d+ +\S+ s a step, hand-off \d+ ms", text), text
-    assert "(emulated: the seconds are not a TPU's)" in text
+    assert "emulated" in text
     assert re.search(r"r\d+ +(encoder|(denoise_\w+|decoder) +step \d+/1000)", text), text
 
     # Attached and detached again, it goes on.
@@ -142,10 +142,10 @@ def test_a_pipeline_that_stays_serves_jobs_that_come_and_go(cluster, tmp_path):
         "drive", *options[:3], str(tmp_path / "o"), "--layout", str(cluster.layout), "--model_id", str(other)
     )
     assert (code, len(reasons(err))) == (2, 1), err
-    assert f"not {other}; omit --model to use it" in err
+    assert f"{other}; omit --model" in err
     code, _, err = cluster.run("drive", *options[:3], str(tmp_path / "o"), "--precision", "int8")
     assert (code, len(reasons(err))) == (2, 1), err
-    assert "computes in float32, not int8; omit --precision to use it" in err
+    assert "float32, not int8; omit --precision" in err
     assert cluster.run("pipeline", "down")[0] == 0
     cluster.check_nothing_is_held()
     assert cluster.run("pipeline", "down")[0] == 2
@@ -179,19 +179,19 @@ def test_a_batch_of_a_bucket_and_a_status_that_is_watched(cluster, gcs_prefix):
     cluster.check_nothing_is_held()
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_second_service_is_refused_and_the_first_notices_that_it_was_taken_down(cluster, tmp_path):
     options = [*cluster.pipeline, "--port", str(free_port()), "--database", str(tmp_path / "jobs.sqlite")]
     service = cluster.start("serve", *options)
     line = service.stdout.readline()
-    assert " at http://127.0.0.1:" in line
+    assert " at http://127.0.0.1:" in line, line or service.communicate(timeout=SECONDS)[1]
     code, _, err = cluster.run("serve", *options)
     assert code == 2 and "--replace" in err
     models = urllib.request.urlopen(f"{line.split(' at ')[1].split()[0]}/v1/models", timeout=60)
     assert json.load(models)["data"]
     assert cluster.run("serve", "--down")[0] == 0
     _, err = service.communicate(timeout=SECONDS)
-    assert service.returncode == 1 and "taken down from elsewhere" in err
+    assert service.returncode == 1 and "taken down" in err
     cluster.check_nothing_is_held()
 
 
@@ -219,6 +219,7 @@ def test_a_service_ends_in_good_order_when_it_is_terminated(cluster, tmp_path):
     cluster.check_nothing_is_held()
 
 
+@pytest.mark.thorough
 def test_pipeline_that_can_t_start_says_why_at_once_and_leaves_nothing(cluster, tmp_path):
     code, _, err = cluster.run("pipeline", "up", *cluster.pipeline[:2], "--model_id", str(tmp_path))
     assert code == 2
@@ -233,6 +234,7 @@ def test_pipeline_that_can_t_start_says_why_at_once_and_leaves_nothing(cluster, 
     cluster.check_nothing_is_held()
 
 
+@pytest.mark.thorough
 def test_a_cluster_behind_a_forwarded_port_has_a_python_of_its_own(cluster, tmp_path):
     manifest = tmp_path / "requests.jsonl"
     manifest.write_text(json.dumps(REQUEST | {"id": "one", "steps": 2}))
@@ -273,7 +275,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_before_there_is_a_job(c
     options = ["--layout", "emulated-one-expert", *cluster.pipeline[2:], "--manifest", "m", "--output", "o"]
     code, out, err = cluster.run("submit", *options)
     assert (code, out, len(reasons(err))) == (2, "", 1), err
-    assert "pool denoise: the model has no stage denoise" in err
+    assert "no stage denoise" in err
     assert "emulated-demo, emulated-small, four-pools, one-machine" in err
 
 

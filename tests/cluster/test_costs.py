@@ -115,9 +115,9 @@ def test_a_demand_that_nothing_meets_is_refused_with_what_comes_nearest(assumpti
 @pytest.mark.parametrize(
     ("kind", "capacity", "region", "message"),
     [
-        ("v5e-8", "spot", None, "there is no price for v5e, only for v6e; give your own with --prices"),
-        ("v6e-8", "reserved", None, "there is no reserved price for v6e, only on-demand, spot"),
-        ("v6e-8", "spot", "here", "there is no spot price for v6e in here, only in there"),
+        ("v5e-8", "spot", None, "v5e.*v6e.*--prices"),
+        ("v6e-8", "reserved", None, "reserved.*v6e.*on-demand.*spot"),
+        ("v6e-8", "spot", "here", "spot.*v6e.*here"),
     ],
 )
 def test_a_price_that_is_not_known_is_refused(kind, capacity, region, message, assumptions):
@@ -128,9 +128,9 @@ def test_a_price_that_is_not_known_is_refused(kind, capacity, region, message, a
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("chips: {}", "date is missing; write date, and chips"),
-        (TEXT.replace("2.0", "-2.0"), r"here is -2\.0; write date"),
-        ("{", "isn't valid YAML"),
+        ("chips: {}", "date"),
+        (TEXT.replace("2.0", "-2.0"), r"here.*-2\.0"),
+        ("{", "YAML"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused(text, message, tmp_path):

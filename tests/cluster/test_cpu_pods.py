@@ -1,8 +1,8 @@
 """Pods without TPUs have room for all that Ray places on them, as Ray's own autoscaler and KubeRay count it."""
 
+import contextlib
 import dataclasses
 import random
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -22,6 +22,7 @@ from cluster.layout import Layout
 from cluster.provision import kubernetes
 from cluster.provision.pods import CPU_GROUP
 from tests.cluster.test_kubernetes import REAL, TARGET, choose_launches
+from wan_tpu.families import published_spec
 
 STORED = ServiceSettings(database="postgresql://db/jobs", storage="gs://b/results", model="m")
 MANIFESTS = ["manifests", "--image", "registry/wan-tpu:1", "--layout", "four-pools"]
@@ -33,11 +34,20 @@ def make_target(ingresses, limits=STORED.limits):
     return dataclasses.replace(TARGET, processes=(*[limits.ingress] * ingresses, WORKER))
 
 
+def find_model(layout):
+    """Return a model whose stages the layout hosts."""
+    for name in ("wan2.2-i2v-a14b", "wan2.1-t2v-1.3b", "ltx-2.3-distilled", "minimax-h3"):
+        model = published_spec(name)
+        with contextlib.suppress(LayoutError):
+            layout.check_stages(tuple(model.components), model.optional_stages)
+            return model
+    raise AssertionError(f"{layout.source} hosts no model")
+
+
 def requests_of(layout, ingresses):
     """Return what Ray is asked for: all replicas of a service's deployments, at most."""
     settings = PipelineSettings("gs://b/model", "gs://b/snapshots")
-    model = SimpleNamespace(stages=[stage for pool in layout.pools for stage in pool.stages])
-    spec = PipelineSpec(layout, settings, model, lasting=True)
+    spec = PipelineSpec(layout, settings, find_model(layout), lasting=True)
     pools = [build_application(pool, settings)._bound_deployment.init_args[0] for pool in layout.pools]
     counted = [(leaders, pool.replicas.maximum) for leaders, pool in zip(pools, layout.pools, strict=True)]
     counted += [(make_worker(STORED, spec), 1), (make_ingress(STORED, spec, replicas=ingresses), ingresses)]

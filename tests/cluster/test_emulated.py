@@ -56,14 +56,14 @@ def test_cluster_is_brought_up_shown_and_taken_down(tmp_path):
 
         code, out, err = run("cluster", "up", "--emulate", str(layout), "--folder", str(folder))
         assert (code, out) == (1, "")
-        assert f"an emulated cluster runs in {folder} already" in err
+        assert f"{folder} already" in err
 
         code, out, err = run("status", "--folder", str(folder))
         assert code == 0, err
         assert re.search(r"v6e-1-0 +emulated v6e-1 +free +\[ host 0  node ", out), out
         assert "2 CPU devices" in out
         assert f"jobs at http://{state['dashboard']}" in out
-        assert "no pipeline runs on this cluster" in out
+        assert "no pipeline" in out
 
         # What a crash leaves: no head, the other processes linger.
         next(process for process in processes if process.name() == "gcs_server").kill()
@@ -163,7 +163,7 @@ def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path, caplog):
     assert "once more" not in caplog.text
 
 
-@pytest.mark.parametrize("sent", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)])
 def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, cluster, tmp_path, monkeypatch, caplog):
     """By a process that has joined another cluster, and keeps to it."""
     from ray._private import services
@@ -185,7 +185,7 @@ def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, clu
     monkeypatch.setattr(services, "start_gcs_server", hit)
     with EmulatedCluster.start((), folder=tmp_path) as cluster:
         assert len(calls) == 2
-        assert "starting it again: head didn't start" in caplog.text
+        assert "head didn't start" in caplog.text
         assert cluster.running
         assert calls[0].wait(5) == -signal.SIGKILL
     assert internal_kv.internal_kv_get_gcs_client() is joined

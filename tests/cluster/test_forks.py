@@ -14,7 +14,7 @@ from cluster.emulation.cluster import EmulatedCluster
 from tests.conftest import ROOT
 from tests.waiting import SECONDS
 
-pytestmark = pytest.mark.long  # Users have no forks; the tests' own clusters have.
+pytestmark = pytest.mark.thorough  # Users have no forks; the tests' own clusters have.
 
 WORKERS = textwrap.dedent(
     """
@@ -86,7 +86,6 @@ def server(cluster):
     return process
 
 
-@pytest.mark.soak
 def test_a_fork_is_the_worker_that_it_stands_for(forking):
     same, changed, another = workers(
         forking,
@@ -105,7 +104,6 @@ def test_a_fork_is_the_worker_that_it_stands_for(forking):
     assert same["random"] != changed["random"]
 
 
-@pytest.mark.long
 def test_code_that_has_changed_is_imported_anew(forking, module_file):
     before = module_file.stat()
     os.utime(module_file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))

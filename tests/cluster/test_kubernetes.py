@@ -159,8 +159,8 @@ def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{pools: {a: {stages: [x], slice: v7x-1}}}", "for the hosts of a v7x-1; for v7x it has tpu7x-standard-4t"),
-        ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "its slices are emulated"),
+        ("{pools: {a: {stages: [x], slice: v7x-1}}}", "v7x-1.*v7x.*tpu7x-standard-4t"),
+        ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "emulate"),
     ],
 )
 def test_a_layout_that_gke_can_not_have_is_refused(text, message):

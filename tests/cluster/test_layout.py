@@ -57,10 +57,11 @@ def test_a_layout_is_read():
         ),
         (
             ONE_EXPERT,
-            "emulated-one-expert minimax-h3-one-slice-v6e minimax-h3-v6e minimax-h3-v6e-16 minimax-h3-v7x "
-            "one-expert-v6e one-machine-one-expert",
+            "emulated-one-expert fasth3-v6e fasth3-v7x minimax-h3-one-slice-v6e minimax-h3-v6e minimax-h3-v6e-16 "
+            "minimax-h3-v7x one-expert-v6e one-machine-one-expert",
         ),
         (["encoder", "denoise", "refine", "decoder"], "ltx-2.3-v6e ltx-2.3-v7x"),
+        (["encoder", "denoise", "denoise_ref", "decoder"], "minimax-h3-references-v6e"),
     ],
 )
 def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
@@ -77,6 +78,19 @@ def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
     assert fitting == names.split()
 
 
+def test_an_optional_stage_may_be_left_out_and_has_its_place():
+    stages = [*STAGES[:-1], "denoise_ref", STAGES[-1]]
+    layout = parse(GOOD)
+    layout.check_stages(stages, ["denoise_ref"])
+    with pytest.raises(LayoutError, match="denoise_ref"):
+        layout.check_stages(stages)
+    hosting = Layout.load("minimax-h3-references-v6e")
+    assert "denoise_ref" in hosting.stages and hosting.find_pool("denoise_ref").name == "references"
+    hosting.check_stages(["encoder", "denoise", "denoise_ref", "decoder"], ["denoise_ref"])
+    with pytest.raises(LayoutError):
+        hosting.check_stages(["encoder", "denoise_ref", "denoise", "decoder"][::-1], ["denoise_ref"])
+
+
 def test_shipped_layouts_are_as_their_comments_say():
     demo = Layout.load("emulated-demo.yaml")
     assert [pool.slice.hosts for pool in demo.pools] == [1, 1, 2, 1]
@@ -90,74 +104,71 @@ def test_shipped_layouts_are_as_their_comments_say():
     ]
 
 
-A_COUNT = "write a whole number from 1 to 1000"
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("pools: [", "it isn't valid YAML: "),
-        ("3", "it is 3; write pools"),
-        ("", "it is None; write pools"),
-        ({"pools": {}}, "pools is {}; write pools: {NAME: "),
-        ({"pools": ["a"]}, r"pools is \['a'\]; write pools: {NAME: "),
-        ({"pools": {"a": 3}}, "pools: a is 3; write pools: {NAME: "),
-        ({"emulate": {}}, "pools is missing; write pools: {NAME: "),
-        (GOOD | {"pols": {}}, "it has the unknown key 'pols'; write pools, and emulate"),
-        ({"pools": {"a b": {}}}, "pools: a b: name is 'a b'; a pool's name is made of"),
-        ("pools:\n  a: {}\n  a: {}", "'a' appears twice"),
+        ("pools: [", "YAML"),
+        ("3", r"\b3\b.*pools"),
+        ("", "None.*pools"),
+        ({"pools": {}}, "pools.*{}"),
+        ({"pools": ["a"]}, r"pools.*\['a'\]"),
+        ({"pools": {"a": 3}}, r"pools.*\ba\b.*\b3\b"),
+        ({"emulate": {}}, "pools.*NAME"),
+        (GOOD | {"pols": {}}, "'pols'.*pools.*emulate"),
+        ({"pools": {"a b": {}}}, "pools.*name.*'a b'"),
+        ("pools:\n  a: {}\n  a: {}", "'a'"),
         (
             change_pool("encoder-decoder", stage=["encoder"]),
-            "pools: encoder-decoder has the unknown key 'stage'; write pools: {NAME: {stages: ",
+            "pools.*encoder-decoder.*'stage'.*stages",
         ),
         (
             change_pool("encoder-decoder", stages="encoder"),
-            "pools: encoder-decoder: stages is 'encoder'; write a list of names",
+            "pools.*encoder-decoder.*stages.*'encoder'",
         ),
-        (change_pool("encoder-decoder", stages=[]), r"pools: encoder-decoder: stages is \[\]; write a list of names"),
+        (change_pool("encoder-decoder", stages=[]), r"pools.*encoder-decoder.*stages.*\[\]"),
         (
             change_pool("encoder-decoder", stages=["encoder", "denoise_low"]),
-            "pool experts: stage denoise_low is .* also in pool encoder-decoder",
+            "stage denoise_low.*encoder-decoder",
         ),
         (
             change_pool("encoder-decoder", stages=["encoder", "encoder"]),
-            "pool encoder-decoder: stage encoder is listed twice",
+            "encoder-decoder.*stage encoder",
         ),
         (
             change_pool("encoder-decoder", slice="v6e-6"),
-            "pools: encoder-decoder: slice: there is no v6e-6; nearest: v6e-8",
+            "pools.*encoder-decoder.*slice.*v6e-6.*v6e-8",
         ),
         (
             change_pool("encoder-decoder", slice=None),
-            "pools: encoder-decoder: slice: None isn't a slice; write a generation and a size",
+            "pools.*encoder-decoder.*slice.*None",
         ),
-        (change_pool("encoder-decoder", replicas=0), f"pools: encoder-decoder: replicas: min is 0; {A_COUNT}"),
-        (change_pool("encoder-decoder", replicas=1001), f"replicas: min is 1001; {A_COUNT}"),
-        (change_pool("encoder-decoder", replicas=True), f"replicas: min is True; {A_COUNT}"),
-        (change_pool("encoder-decoder", replicas="3"), f"replicas: min is '3'; {A_COUNT}"),
+        (change_pool("encoder-decoder", replicas=0), r"pools.*encoder-decoder.*replicas.*min.*\b0\b.*1000"),
+        (change_pool("encoder-decoder", replicas=1001), "replicas.*min.*1001.*1000"),
+        (change_pool("encoder-decoder", replicas=True), "replicas.*min.*True.*1000"),
+        (change_pool("encoder-decoder", replicas="3"), "replicas.*min.*'3'.*1000"),
         (
             change_pool("encoder-decoder", replicas={"min": 3, "max": 2}),
-            "pools: encoder-decoder: replicas: min is 3, but max is 2; swap them",
+            r"pools.*encoder-decoder.*replicas.*min.*\b3\b.*max.*\b2\b",
         ),
         (
             change_pool("encoder-decoder", replicas={"mi": 3}),
-            "replicas has the unknown key 'mi'; write one number, or {min: 1, max",
+            "replicas.*'mi'.*{min: 1, max",
         ),
         (
             change_pool("experts", mesh={"dp": 3}),
-            "pool experts: mesh dp 3 needs 3 devices, but v6e-8 has 8; make the product 8",
+            r"mesh dp 3\b.*\b3\b.*v6e-8.*\b8\b.*\b8\b",
         ),
         (
             change_pool("experts", mesh={"dp": 1, "sp": 1, "tp": 4}),
-            "mesh dp 1 x sp 1 x tp 4 needs 4 devices, but v6e-8 has 8",
+            r"mesh dp 1\b.*sp 1\b.*tp 4\b.*\b4\b.*v6e-8.*\b8\b",
         ),
-        (change_pool("experts", mesh={"pp": 2}), "pools: experts: mesh: pp is 2; write sizes of dp, sp and tp"),
-        (change_pool("experts", batch=2), "pools: experts has the unknown key 'batch'"),
-        (GOOD | {"emulate": {"devices_per_host": 0}}, f"emulate: devices_per_host is 0; {A_COUNT}"),
-        (GOOD | {"emulate": {"devices": 1}}, "emulate: devices is 'devices'; write emulate: {devices_per_host: 1}"),
+        (change_pool("experts", mesh={"pp": 2}), r"pools.*experts.*mesh.*pp.*\b2\b.*dp.*sp.*tp"),
+        (change_pool("experts", batch=2), "pools.*experts.*'batch'"),
+        (GOOD | {"emulate": {"devices_per_host": 0}}, r"emulate.*devices_per_host.*\b0\b.*1000"),
+        (GOOD | {"emulate": {"devices": 1}}, "emulate.*'devices'.*devices_per_host"),
         (
             GOOD | {"emulate": {}},
-            r"mesh dp 2 x tp 4 needs 8 devices, but v6e-8 has 1 when it is emulated \(8 when not\)",
+            r"mesh dp 2\b.*tp 4\b.*\b8\b.*v6e-8.*\b1\b.*\(8\b",
         ),
     ],
 )
@@ -171,9 +182,9 @@ def test_wrong_layout_is_refused_with_the_remedy(content, message):
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (["encoder", "vae"], "pool encoder-decoder: the model has no stage vae; it has encoder, denoise_high, "),
-        (["encoder"], r"no pool hosts decoder; add a pool with stages: \[decoder\]"),
-        (["decoder", "encoder"], r"pool encoder-decoder: stages are out of order; write stages: \[encoder, decoder\]"),
+        (["encoder", "vae"], "encoder-decoder.*model.*stage vae.*encoder.*denoise_high"),
+        (["encoder"], r"decoder.*stages.*\[decoder\]"),
+        (["decoder", "encoder"], r"encoder-decoder.*stages.*stages.*\[encoder, decoder\]"),
     ],
 )
 def test_a_layout_hosts_the_stages_of_a_model(stages, message):

@@ -17,7 +17,7 @@ def test_a_port_that_is_taken_is_refused_with_one_that_is_free(host):
         with pytest.raises(PortTaken) as refused:
             check_port(host, port)
     message = str(refused.value)
-    assert f"port {port} of {host} is taken by process {os.getpid()} (" in message
+    assert f"process {os.getpid()} (" in message
     check_port(host, int(re.search(r"--port (\d+)$", message)[1]))
     check_port(host, port)  # nobody listens there any more
 
@@ -28,7 +28,7 @@ def test_a_port_shared_by_whoever_asks_for_it_is_taken_too():
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(PortTaken, match="is taken by process"):
+        with pytest.raises(PortTaken, match=rf"process {os.getpid()}\b"):
             check_port("127.0.0.1", other.getsockname()[1])
 
 

@@ -122,7 +122,7 @@ class SlowToBuild:
         time.sleep(60)
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_ten_starts_and_stops_leave_nothing(cluster):
     pids = []
     for _ in range(10):

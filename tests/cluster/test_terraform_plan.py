@@ -2,18 +2,26 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 
 import pytest
+import yaml
 
+from cluster.errors import LayoutError
 from cluster.layout import Layout
 from cluster.provision import kubernetes
+from cluster.provision.cloud_sql import DATABASE, build_address
 from cluster.provision.node_pools import format_variables
 from cluster.provision.target import CAPACITIES, Target
 from tests.cluster.terraform_provider import serve_provider
 from tests.cluster.test_kubernetes import KINDS
-from tests.cluster.test_terraform import FILES, KNOWN, PAGE
+from tests.conftest import ROOT
+
+FILES = {file.name: file.read_text() for file in sorted((ROOT / "cluster" / "terraform").glob("*.tf"))}
+KNOWN = yaml.safe_load((ROOT / "tests" / "cluster" / "terraform" / "google.yaml").read_text())
+PAGE = (ROOT / "docs" / "gke.md").read_text()
 
 
 class Terraform:
@@ -59,15 +67,23 @@ def test_terraform_finds_it_valid_and_formatted(terraform):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "problem"),
+    ("name", "old", "new", "problem"),
     [
-        ('machine_type    = "e2-standard-8"', 'machine_type = ["e2-standard-8"]', "Incorrect attribute value type"),
-        ("google_service_account.nodes.email", "google_service_account.nodes.mail", "Unsupported attribute"),
-        ("gateway_api_config {", "gateway_config {", "Unsupported block type"),
+        (
+            "cluster",
+            'machine_type    = "e2-standard-8"',
+            'machine_type = ["e2-standard-8"]',
+            "Incorrect attribute value",
+        ),
+        ("cluster", "google_service_account.nodes.email", "google_service_account.nodes.mail", "Unsupported attribute"),
+        ("cluster", "gateway_api_config {", "gateway_config {", "Unsupported block type"),
+        ("database", 'database_version    = "POSTGRES_17"', "", "Missing required argument"),
+        ("secrets", "  replication {\n    auto {}\n  }\n", "", "Insufficient replication blocks"),
+        ("tpu_pools", "var.reservation", "var.reservations", "Reference to undeclared input variable"),
     ],
 )
-def test_terraform_finds_mistakes_with_these_types(old, new, problem, terraform):
-    file = terraform.folder / "cluster.tf"
+def test_terraform_finds_mistakes_with_these_types(name, old, new, problem, terraform):
+    file = terraform.folder / f"{name}.tf"
     assert old in FILES[file.name]
     file.write_text(FILES[file.name].replace(old, new))
     text, code = terraform.run("validate", "-no-color")
@@ -132,3 +148,58 @@ def test_service_s_address_and_certificate_are_made_for_a_hostname_alone(terrafo
     assert planned["google_certificate_manager_certificate_map_entry.service[0]"]["hostname"] == "videos.example.com"
     assert planned["google_compute_global_address.service[0]"]["name"] == "wan"
     assert planned["google_compute_ssl_policy.service[0]"]["min_tls_version"] == "TLS_1_2"
+
+
+def test_pods_and_module_agree_on_their_names(terraform):
+    """On Cloud SQL's user, the database, and the pods' Kubernetes account."""
+    (terraform.folder / "pools.tfvars").write_text(format_variables(Layout.parse(KINDS, "kinds"), "spot"))
+    planned = terraform.plan("-var-file=pools.tfvars")
+    assert planned["google_sql_database.jobs"]["name"] == DATABASE
+    assert build_address("wan-tpu@p.iam.gserviceaccount.com") == (
+        "postgresql://wan-tpu%40p.iam@127.0.0.1:5432/jobs?sslmode=disable"
+    )
+    assert 'trimsuffix(google_service_account.pods.email, ".gserviceaccount.com")' in FILES["database.tf"]
+    assert 'default     = { namespace = "default", account = "wan-tpu" }' in FILES["variables.tf"]
+    nodes = planned['google_container_node_pool.tpu["v6e-8"]']["node_config"][0]["linux_node_config"][0]
+    assert f"transparentHugepageEnabled: {nodes['transparent_hugepage_enabled']}" in PAGE
+
+
+def test_destroy_is_not_refused_for_what_the_module_and_a_service_have_left_in_each_other(terraform):
+    """Cloud SQL keeps its connection for four days, pods are connected to the database, and its user owns tables."""
+    planned = terraform.plan()
+    policies = {address.split(".")[0]: values.get("deletion_policy") for address, values in planned.items()}
+    assert {kind: policy for kind, policy in policies.items() if policy} == {
+        "google_service_networking_connection": "REMOVE_PEERING",
+        "google_sql_database": "ABANDON",
+        "google_sql_user": "ABANDON",
+    }
+    # The provider has had that policy since this version.
+    assert re.search(r'version = "~> 8\.7"', FILES["versions.tf"])
+
+
+@pytest.mark.parametrize("protection", [True, False])
+def test_deletion_is_protected_by_one_variable_alone(protection, terraform):
+    planned = terraform.plan(f"-var=deletion_protection={str(protection).lower()}")
+    protected = {address.split(".")[0]: values.get("deletion_protection") for address, values in planned.items()}
+    assert {kind: value for kind, value in protected.items() if value is not None} == {
+        "google_container_cluster": protection,
+        "google_sql_database_instance": protection,
+    }
+
+
+def test_node_pools_of_emulated_slices_are_refused():
+    with pytest.raises(LayoutError):
+        format_variables(Layout.load("emulated-demo"), "spot")
+
+
+def test_module_makes_what_the_commands_of_the_docs_make():
+    page, text = PAGE, "\n".join(FILES.values())
+    services = set(re.findall(r"\w+\.googleapis\.com", re.search(r"gcloud services enable (.*\n.*)\n", page)[1]))
+    roles = set(re.findall(r"--role (roles/[\w.]+)", page))
+    machines = set(re.findall(r"node-pools create cpu .*--machine-type (\S+)", page))
+    databases = set(re.findall(r"--database-version (\S+)|sql databases create (\S+)|(db-custom-\S+)", page))
+    databases = {name for names in databases for name in names if name}
+    addons = set(re.findall(r"--database-flags ([\w.]+)=on", page))
+    assert len(services) == 6 and len(roles) == 6 and len(machines | addons) == 2 and len(databases) == 3
+    missing = [name for name in services | roles | machines | databases | addons if f'"{name}"' not in text]
+    assert not missing

@@ -37,17 +37,17 @@ def test_scripts_of_every_layout_are_shell(name, tmp_path, capsys):
     # The token is Secret Manager's alone: whoever may read a machine's metadata doesn't learn it.
     assert "secrets create wan-token --project p --replication-policy automatic --data-file token" in created
     assert "$(cat token)" not in created and "wan-tpu-token" not in created
-    assert "create.sh creates the machines" in capsys.readouterr().out
+    assert "create.sh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{pools: {a: {stages: [x], slice: v7x-4}}}", "Cloud TPU's API has no v7x-4, only v5e, v5p, v6e; on GKE"),
-        ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "its slices are emulated"),
+        ("{pools: {a: {stages: [x], slice: v7x-4}}}", "v7x-4.*v5e.*v5p.*v6e.*GKE"),
+        ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "emulate"),
         (
             "{pools: {ends_1: {stages: [x], slice: v6e-8}, Ends-1: {stages: [y], slice: v6e-8}}}",
-            "machines of pools ends_1 and Ends-1 would have the same names",
+            "pools ends_1.*Ends-1",
         ),
     ],
 )
@@ -59,9 +59,9 @@ def test_what_is_not_to_be_had_is_refused(text, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--name=my wan", "--name is 'my wan'"),
-        ("--image=a; b", "isn't the name of an image"),
-        ("--account=$(id)", "isn't a Google service account"),
+        ("--name=my wan", "'my wan'"),
+        ("--image=a; b", "a; b"),
+        ("--account=$(id)", "$(id)"),
     ],
 )
 def test_names_that_a_shell_would_take_apart_are_refused(option, message, tmp_path, capsys):
@@ -71,7 +71,7 @@ def test_names_that_a_shell_would_take_apart_are_refused(option, message, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_machines_join_one_cluster_and_leave_it_when_they_are_stopped(tmp_path):
     (tmp_path / "up").mkdir()
     (tmp_path / "work").mkdir()

@@ -7,6 +7,9 @@ from jax.experimental import pallas as pl
 from wan_tpu_kernels.layer_norm import layer_norm
 from wan_tpu_kernels.linear import linear
 from wan_tpu_kernels.low_precision import LANES, Rounded
+from wan_tpu_kernels.windows.attention import count_key_rows, count_side_columns, window_attention
+from wan_tpu_kernels.windows.norm_qkv import norm_qkv
+from wan_tpu_kernels.windows.norm_swiglu import norm_swiglu
 
 
 def layer_norm_rows(rows, channels):
@@ -58,3 +61,39 @@ def copy_one_block(megabytes):
         o_ref[:8] = x_ref[:8]
 
     return pl.pallas_call(kernel, out_shape=x), (x,)
+
+
+def window_attention_strip(columns, window=(11, 11, 11), shape=(121, 272), channels=256):
+    """Return attention of windows on one of the devices that share a video's columns, and the arguments' shapes."""
+    (frames, rows), sides = shape, 2 * count_side_columns(columns, 8 * columns, window[1])
+    q = jax.ShapeDtypeStruct((frames, columns, rows, channels), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((frames, columns + sides, count_key_rows(rows), channels), jnp.bfloat16)
+    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+
+    def run(q, k, v, first, largest):
+        width = 8 * columns
+        return window_attention(q, k, v, first, largest, heads=channels // 64, window=tuple(window), width=width)
+
+    return run, (q, k, k, *numbers)
+
+
+def norm_qkv_strip(columns, shape=(121, 272), channels=256):
+    """Return what precedes that attention in a block, and the arguments' shapes."""
+    array, frames, rows = jax.ShapeDtypeStruct, *shape
+    x = array((frames, columns, rows, channels), jnp.bfloat16)
+    linear = array((channels, channels), jnp.bfloat16), array((channels,), jnp.bfloat16)
+    linears = dict.fromkeys(("context", "q", "k", "v"), linear)
+    sizes = {"scale": channels, "shift": channels, "q": 64, "k": 64}
+    vectors = {name: array((size,), jnp.float32) for name, size in sizes.items()}
+    tables = [(array((size, 64), jnp.float32),) * 2 for size in (frames, columns, rows)]
+    return lambda *arrays: norm_qkv(*arrays, reach=6, eps=1e-6), (x, x, linears, vectors, tables)
+
+
+def norm_swiglu_rows(rows, channels=256):
+    """Return what follows it, and the arguments' shapes."""
+    x, hidden = jax.ShapeDtypeStruct((rows, channels), jnp.bfloat16), 4 * channels
+    sizes = {"out": (channels, channels), "gate": (hidden, channels), "up": (hidden, channels)}
+    sizes["down"] = channels, hidden
+    weights = {name: jax.ShapeDtypeStruct(size, jnp.bfloat16) for name, size in sizes.items()}
+    vectors = dict.fromkeys(("bias", "scale", "shift"), jax.ShapeDtypeStruct((channels,), jnp.float32))
+    return lambda *arrays: norm_swiglu(*arrays, eps=1e-6), (x, x, weights, vectors)

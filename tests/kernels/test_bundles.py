@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.chips import CHIPS
-from scripts.kernel_tables.attention_kernels import CASES, ours, sparse
+from scripts.kernel_tables.attention_kernels import CASES, ours, sparse, tiles
 from wan_tpu.aot.topology import Hardware
 from wan_tpu.errors import Unavailable
 from wan_tpu.pricing.bundles import (
@@ -40,7 +40,7 @@ SMALL = BlockSizes(2048, 1024, Schedule(512), Schedule(512))
 
 
 @needs_libtpu
-@pytest.mark.soak  # A minute each.
+@pytest.mark.thorough  # A minute each.
 @pytest.mark.parametrize(("qk", "width"), TARGETS)
 def test_v6e_meets_its_targets(qk, width):
     row = ours("v6e", "optimistic", qk, width=width)
@@ -49,7 +49,7 @@ def test_v6e_meets_its_targets(qk, width):
 
 
 @needs_libtpu
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize(("qk", "width"), TARGETS)
 def test_v6e_meets_its_targets_in_small_tiles(qk, width):
     row = ours("v6e", "optimistic", qk, replace(TABLE["v6e", qk or "bfloat16"], block_q=1024), width=width)
@@ -58,7 +58,16 @@ def test_v6e_meets_its_targets_in_small_tiles(qk, width):
 
 
 @needs_libtpu
-@pytest.mark.soak
+@pytest.mark.thorough
+@pytest.mark.parametrize(("chip", "kind", "target"), [("v6e", "int8", 2400), ("v7x", "float8_e4m3fn", 1800)])
+def test_both_products_in_8_bits_meet_their_target(chip, kind, target):
+    row = ours(chip, "online", kind, both=True)
+    assert row.per_million is not None, row.note
+    assert 1300 < row.per_million <= target
+
+
+@needs_libtpu
+@pytest.mark.thorough
 def test_a_number_of_keys_that_only_the_program_knows_costs_nothing():
     known, counted = (ours("v6e", "optimistic", None, SMALL, counted=counted).per_million for counted in (False, True))
     assert known is not None and counted == pytest.approx(known, rel=0.005)
@@ -66,15 +75,16 @@ def test_a_number_of_keys_that_only_the_program_knows_costs_nothing():
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("tokens", "blocks", "target"),
+    ("kernel", "tokens", "entries", "target"),
     [
-        pytest.param(75_776, 177, 2250, marks=pytest.mark.soak),  # 15 % of a video's blocks.
-        pytest.param(8192, 32, 2820, marks=pytest.mark.long),
+        pytest.param(sparse, 75_776, 177, 2250, marks=pytest.mark.thorough),  # 15 % of a video's blocks.
+        pytest.param(sparse, 8192, 32, 2820, marks=pytest.mark.long),
+        pytest.param(tiles, 8192, 111, 2450, marks=pytest.mark.thorough),  # An iteration is the same for all lengths.
     ],
 )
-def test_sparse_attention_meets_its_target(tokens, blocks, target):
-    """The MXU's issue slots would allow 1,972 bundles per million kept scores of a video."""
-    row = sparse("v6e", blocks, tokens)
+def test_sparse_attention_meets_its_target(kernel, tokens, entries, target):
+    """The MXU's issue slots would allow `sparse` 1,972 bundles per million kept scores of a video."""
+    row = kernel("v6e", entries, tokens)
     assert row.per_million is not None, row.note
     assert 1900 < row.per_million <= target
 
@@ -88,7 +98,7 @@ INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # Multiply-adds per cycle of 
 @pytest.mark.parametrize(
     ("inputs", "outputs", "more"),
     [
-        pytest.param(5120, 5120, {"residual": True}, marks=pytest.mark.soak),
+        pytest.param(5120, 5120, {"residual": True}, marks=pytest.mark.thorough),
         (5120, 13824, {"activation": "gelu_tanh"}),
         (13824, 5120, {"residual": True}),
     ],
@@ -101,10 +111,10 @@ def test_linear_layers_in_int8_reach_their_share_of_the_peak(inputs, outputs, mo
 
 
 @needs_libtpu
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("inputs", "outputs", "more"),
-    [(14336, 5376, {"segments": 4}), pytest.param(5376, 28672, {"activation": "swiglu"}, marks=pytest.mark.soak)],
+    [(14336, 5376, {"segments": 4}), (5376, 28672, {"activation": "swiglu"})],
 )
 def test_linear_layers_of_minimax_h3_reach_their_share_of_the_peak(inputs, outputs, more):
     options = {"rows": 4768, "inputs": inputs, "outputs": outputs, **more}
@@ -118,6 +128,22 @@ def count_cycles(case, options):
     [steps] = {trips[0] - 2 for trips in kernel.loops if trips}
     cycles = step_bundles(kernel.loops, steps)
     return steps * (cycles.products + cycles.other)
+
+
+@needs_libtpu
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("case", "options", "target"),
+    [
+        ("window_attention_strip", {"columns": 16, "shape": [16, 48]}, 9400),  # A box of four heads.
+        ("norm_qkv_strip", {"columns": 8, "shape": [16, 272]}, 2700),  # Two columns of 272 rows.
+        ("norm_swiglu_rows", {"rows": 4096}, 2250),  # 512 rows.
+    ],
+)
+def test_blocks_of_windows_meet_their_targets(case, options, target):
+    name = f"{case.rpartition('_')[0]}."
+    [kernel] = [kernel for kernel in count_bundles(f"{NORMS}:{case}", options) if kernel.name.startswith(name)]
+    assert target / 2 < kernel.hot.bundles <= target
 
 
 @needs_libtpu

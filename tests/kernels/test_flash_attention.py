@@ -176,7 +176,7 @@ def test_layouts_agree(heads, width):
     [
         (64, "auto", None),
         pytest.param(64, "auto", "int8", marks=pytest.mark.long),
-        *(pytest.param(*other, None, marks=pytest.mark.soak) for other in ((64, "online"), (32, "auto"))),
+        *(pytest.param(*other, None, marks=pytest.mark.thorough) for other in ((64, "online"), (32, "auto"))),
     ],
 )
 def test_narrow_heads_share_a_tile(width, softmax, qk):
@@ -256,12 +256,11 @@ def test_flash_attention_is_exact_in_simulated_tpu_memory(softmax):
     ("shapes", "options", "message"),
     [
         (((4, 8), (4, 8), (4, 8)), {}, r"\[N, L, D\]"),
-        (((4, 8), (4, 8), (4, 8)), {"heads": 3}, "heads must divide"),
-        (((1, 4, 8), (1, 4, 8), (1, 5, 8)), {}, "one shape"),
-        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": 5}, "from 1 to 4"),
-        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": jnp.ones(2)}, "one whole number"),
-        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": jnp.int32(3), "qk": "int8"}, "known when the program"),
-        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"softmax": "fast"}, "'auto', 'bounded'"),
+        (((4, 8), (4, 8), (4, 8)), {"heads": 3}, "heads"),
+        (((1, 4, 8), (1, 4, 8), (1, 5, 8)), {}, r"4, 8.*5, 8"),
+        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": 5}, r" 1 .* 4\b"),
+        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"kv_len": jnp.ones(2)}, "kv_len"),
+        (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"softmax": "fast"}, "'auto'.*'bounded'"),
         (((1, 4, 8), (1, 4, 8), (1, 4, 8)), {"qk": "int4"}, "'int8'"),
     ],
 )

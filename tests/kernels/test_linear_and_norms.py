@@ -216,7 +216,7 @@ def test_rms_norm_rope_gives_every_head_angles_of_its_own(width):
         (16, 32, "rms", "bfloat16"),
         pytest.param(4, 128, "layer", "float32", marks=pytest.mark.long),
         pytest.param(10, 16, "layer", "float32", marks=pytest.mark.long),
-        pytest.param(12, 64, "rms", "bfloat16", marks=pytest.mark.soak),
+        pytest.param(12, 64, "rms", "bfloat16", marks=pytest.mark.thorough),
     ],
 )
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):

@@ -61,7 +61,7 @@ def test_shipped_adapters_are_small_and_belong_to_a_preset():
         assert request.steps == most and 0 < len(spec.skipped_steps(request)) < most
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_the_zigzag_is_seen_with_its_adapter_alone():
     pipeline = load_ours(CHECKPOINT, "float32", (1, 1, 1))
     loras = [f"{CHECKPOINT}/adapters/zigzag.{side}.safetensors@{side}" for side in ("high", "low")]

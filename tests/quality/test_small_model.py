@@ -34,7 +34,7 @@ def make_clips(folder, count, *mistake):
     return pickle.loads(file.read_bytes())
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_requests_pass_the_gate(tmp_path):
     """Requests that it hasn't seen, made as users make them."""
     values = {name: estimate.value for name, estimate in gate.compute_figures(make_clips(tmp_path, 5)).items()}
@@ -44,7 +44,7 @@ def test_requests_pass_the_gate(tmp_path):
     assert values["score"] >= 0.8, values
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_a_mistake_is_noticed_by_the_gate(tmp_path):
     clips, wrong = make_clips(tmp_path, 8), make_clips(tmp_path, 8, MISTAKE)
     assert {"score", "first_frame_db", "likeness_db"} <= set(find_lowered(clips, wrong))

@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     return run
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_a_stopped_run_gives_the_bits_of_one_that_wasn_t(tmp_path):
     states = []
     for name, stops in (("whole", [4]), ("stopped", [2, 4])):
@@ -53,7 +53,7 @@ def test_learning_rate_rises_and_falls():
     assert rates[-1] == pytest.approx(0.02, rel=0.01)
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 @torch.no_grad()
 def test_a_clip_at_once_is_what_diffusers_makes_in_chunks():
     model = vae.new_vae()["vae"]
@@ -83,7 +83,7 @@ def test_every_parameter_is_moved_by_one_optimiser():
         assert (value.detach() - before[name]).abs().max() > 1e-4, name
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 @torch.no_grad()
 def test_few_tokens_of_text_stand_for_512(run):
     model = experts.new_model(run)
@@ -109,7 +109,7 @@ def test_noise_levels_stay_on_their_side_of_the_boundary():
     assert low.min() < 0.05
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_the_export_is_a_checkpoint_with_its_own_statistics(run, tmp_path):
     assert export(run, tmp_path / "checkpoint") < LARGEST_MB
     config = json.loads((tmp_path / "checkpoint" / "vae" / "config.json").read_text())

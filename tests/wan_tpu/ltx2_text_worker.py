@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.wan_tpu.meshes import fit_meshes
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.ltx2 import connectors, text
+from wan_tpu.families.ltx2 import connectors, gemma, text
 from wan_tpu.families.ltx2.config import read_config
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.runtime.components import Loaded, load_component
@@ -27,7 +27,7 @@ def open_encoder(folder, mesh, dtype="float32"):
     config = read_config(Checkpoint(folder))
     parts = [
         load_component(Checkpoint(folder), component, dtype, mesh)
-        for component in (text.text_encoder(config), connectors.connectors(config))
+        for component in (gemma.text_encoder(config.text_encoder), connectors.connectors(config))
     ]
 
     @jax.jit

@@ -14,6 +14,7 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.ltx2 import components, positions, transformer
 from wan_tpu.families.ltx2.guidance import evaluations
 from wan_tpu.families.ltx2.spec import Ltx2Spec
+from wan_tpu.families.ltx2.streams.modulation import Times
 from wan_tpu.runtime.components import DTYPES, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -27,6 +28,8 @@ def predict(folder, mesh, inputs, precision="float32"):
     video, audio, text, audio_text = (
         inputs[name].astype(DTYPES[precision]) for name in ("video", "audio", "text", "audio_text")
     )
+    frames, sounds = inputs.get("frames", [video.shape[2]]), inputs.get("sounds", [len(audio)])
+    counts = transformer.LatentCounts(tuple(map(int, frames)), tuple(map(int, sounds)))
     tables = positions.make_tables(config.transformer, video.shape[2:], len(audio), FPS)
 
     @jax.jit
@@ -38,11 +41,13 @@ def predict(folder, mesh, inputs, precision="float32"):
             video,
             audio,
             conditions,
+            counts,
             evaluations(config, 4),
         )
 
-    times = inputs["times"], inputs["cross_times"], inputs["times"][-1:]
-    conditions = transformer.Conditions(*times, text, audio_text, tables)
+    time = inputs["time"]
+    times = Times(*(inputs.get(f"{name} times", time) for name in Times._fields))
+    conditions = transformer.Conditions(times, text, audio_text, tables, inputs.get("marker"))
     return [np.asarray(part) for part in run(loaded.params, video, audio, conditions)]
 
 

@@ -126,7 +126,7 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None, l
         def cut(index, parts=()):
             return lambda rows: Columns(q.shape[1], groups, parts).cut(jnp.split(rows, 3, axis=1)[index])
 
-        mixed, _, gathered = exchanged_attention(
+        mixed, _, gathered, _ = exchanged_attention(
             rows,
             Projections(query=cut(0, parts_of_queries), key=cut(1, parts_of_keys), value=cut(2), last=last),
             heads=heads,

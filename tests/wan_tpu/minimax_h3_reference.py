@@ -1,14 +1,19 @@
 """Diffusers' modular pipeline of MiniMax-H3, on a checkpoint's folder, with the latents of every step."""
 
+import contextlib
 import functools
 import itertools
+import math
 from pathlib import Path
 
 import diffusers
 import numpy as np
 import torch
 import transformers
+from diffusers.models.transformers import transformer_minimax_h3
 from diffusers.modular_pipelines import MiniMaxH3Blocks, MiniMaxH3ModularPipeline
+
+from tests.wan_tpu.vsa_reference import cut_into_tiles, video_sparse_attention
 
 
 class Processor:
@@ -144,3 +149,38 @@ def attend_sparsely(density, least_gap=1e-5):
         return output.transpose(0, 1)[None]
 
     return attend
+
+
+@contextlib.contextmanager
+def attend_to_tiles(transformer, sparsity, grid, keyframes, sound, least_gap=1e-6):
+    """Let the blocks of diffusers' transformer, with `components.add_gates`, attend as FastVideo's.
+
+    Args:
+        transformer: The transformer.
+        sparsity: The share of the video's tiles that are left out.
+        grid: The video's tokens.
+        keyframes, sound: Their rows; all others are of text and video.
+        least_gap: As for `attend_sparsely`.
+    """
+    dense, gates = transformer_minimax_h3.dispatch_attention_fn, []
+
+    def attend(query, key, value, **options):
+        if not gates:  # The text's own two layers.
+            return dense(query, key, value, **options)
+        gate = gates.pop()[0].unflatten(-1, query.shape[2:])
+        words = query.shape[1] - keyframes - sound - math.prod(grid)
+        tiles, cuts = cut_into_tiles(grid, (words, keyframes, sound))
+        return video_sparse_attention(query[0], key[0], value[0], gate, tiles, cuts, sparsity, least_gap)[None]
+
+    attentions = [block.attn for block in transformer.transformer_blocks]
+    hooks = [
+        attention.register_forward_pre_hook(lambda module, args: gates.append(module.to_gate_compress(args[0])))
+        for attention in attentions
+    ]
+    transformer_minimax_h3.dispatch_attention_fn = attend
+    try:
+        yield
+    finally:
+        transformer_minimax_h3.dispatch_attention_fn = dense
+        for hook in hooks:
+            hook.remove()

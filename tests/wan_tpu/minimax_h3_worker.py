@@ -1,8 +1,10 @@
 """Computes MiniMax-H3's predictions. test_minimax_h3_transformer.py runs it on eight devices.
 
-Arguments: a checkpoint's folder, the npz of inputs, and where to write the predictions of one device and of all.
+Arguments: the folders of a checkpoint and of one with gates, the npz of inputs, and where to write the predictions of
+one device and of all.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -14,8 +16,12 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.minimax_h3 import components, context, positions, transformer
 from wan_tpu.families.minimax_h3.config import read_config
 from wan_tpu.families.shared.tokens import patchify
+from wan_tpu.ops.sparse_linear import Density
+from wan_tpu.ops.video_sparse import Sparsity
 from wan_tpu.runtime.components import DTYPES, load_component
 from wan_tpu.runtime.mesh import make_mesh
+
+KINDS = {"float32": None, "sparse": Density(0.3), "tiles": Sparsity(0.5)}
 
 
 class Predictor:
@@ -25,19 +31,20 @@ class Predictor:
         compiled: How many programs were compiled.
     """
 
-    def __init__(self, folder, mesh, precision="float32", density=None):
+    def __init__(self, folder, mesh, precision="float32", sparse=None):
         config = read_config(Checkpoint(folder))
-        self._patch = config.transformer["patch_size"]
+        self._patch, self._sparse = config.transformer["patch_size"], sparse
         loaded = load_component(Checkpoint(folder), components.transformer(config), precision, mesh)
         self._params, self._dtype, self.compiled = loaded.params, DTYPES[precision], 0
 
-        @jax.jit
-        def run(params, rows, timestep, layout):
+        @functools.partial(jax.jit, static_argnames="grid")
+        def run(params, rows, timestep, layout, grid):
             self.compiled += 1
+            density = sparse.value if isinstance(sparse, Density) else None
             text = context.refine_text(loaded.module, params, mesh, rows.text, rows.words, density)
             counts = positions.Layout(*(len(part) for part in layout))
             rows = rows._replace(text=text)
-            return transformer.predict(loaded.module, params, mesh, rows, counts, timestep, density)
+            return transformer.predict(loaded.module, params, mesh, rows, counts, timestep, sparse, grid)
 
         self._run = run
 
@@ -47,7 +54,7 @@ class Predictor:
 
     def trace(self, inputs):
         """Return the program as a jaxpr."""
-        return jax.make_jaxpr(self._run)(*self._arguments(inputs)).jaxpr
+        return jax.make_jaxpr(self._run, static_argnums=4)(*self._arguments(inputs)).jaxpr
 
     @property
     def kinds(self):
@@ -69,26 +76,33 @@ class Predictor:
             video=len(video),
             pictures=len(anchors),
         )
+        ends = positions.find_ends(order[:vision], len(anchors), count, layout.keyframes, len(sound))
+        grid = frames, height // self._patch[1], width // self._patch[2]
+        if isinstance(self._sparse, Sparsity):
+            tiles = transformer.cut_tiles(grid, layout)
+            places = places[positions.list_by_tiles(layout, count, tiles.order)]
+            ends = positions.find_ends_by_tiles(ends, layout)
         rows = transformer.Rows(
             text=text[np.argsort(order)].astype(self._dtype),
             keyframes=keyframes,
             sound=sound,
             video=video,
             positions=places,
-            ends=positions.find_ends(order[:vision], len(anchors), count, layout.keyframes, len(sound)),
+            ends=ends,
             words=np.int32(count),
         )
-        return self._params, rows, inputs["times"], [np.zeros(number) for number in layout]
+        counts = [np.zeros(number) for number in layout if number is not None]
+        return self._params, rows, inputs["times"], counts, grid
 
 
 if __name__ == "__main__":
-    folder, file, out = map(Path, sys.argv[1:])
+    folder, gated, file, out = map(Path, sys.argv[1:])
     inputs, predictions = dict(np.load(file)), {}
     for shape in fit_meshes((1, 1, 1), (1, 1, 8), (2, 2, 2)):
         for precision in ("float32", "int8") if shape != (1, 1, 8) else ("float32",):
-            for density in (None, 0.3) if precision == "float32" else (None,):
-                parts = Predictor(folder, make_mesh(shape, heads=8), precision, density).predict(inputs)
-                kind = precision if density is None else "sparse"
+            for kind, sparse in KINDS.items() if precision == "float32" else ((precision, None),):
+                checkpoint = gated if kind == "tiles" else folder
+                parts = Predictor(checkpoint, make_mesh(shape, heads=8), precision, sparse).predict(inputs)
                 for name, part in zip(("video", "sound"), parts, strict=True):
                     predictions[f"{kind} {'x'.join(map(str, shape))} {name}"] = part
     np.savez(out, **predictions)

@@ -153,7 +153,7 @@ LTX2 = {
 }
 
 
-@pytest.mark.parametrize("original", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("original", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_ltx2_as_diffusers_loads_it(original, checkpoint, pipeline, tmp_path):
     """In the names of diffusers and in those of LTX-2's own files, which have no alpha."""
     kind = "ltx-2.3-distilled"

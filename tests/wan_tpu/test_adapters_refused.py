@@ -154,7 +154,7 @@ def test_made_up_files_are_read_or_refused_whole(pipeline, tmp_path):
     [
         ([{"path": "a", "scale": float("nan")}], "number"),
         (["a:99"], "nearest 10"),
-        (["a@middle"], "high, low, both"),
+        (["a@middle"], "high, low, refine, both"),
         ([{"path": "a", "strength": 1}], "strength"),
         ([{}], "no path"),
         ([3], "int"),

@@ -1,5 +1,6 @@
 """What an adapter's file asks for without getting it is a warning of the request."""
 
+import contextlib
 import dataclasses
 
 import diffusers
@@ -13,6 +14,7 @@ from wan_tpu import GenerationRequest
 from wan_tpu.adapters.files import read
 from wan_tpu.adapters.location import find
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.families import published_spec
 
 PAIR = {"x.lora_A.weight": torch.ones(4, 8), "x.lora_B.weight": torch.ones(8, 4)}
 ALPHA = PAIR | {"x.alpha": torch.tensor(2.0)}
@@ -29,8 +31,7 @@ ALPHA = PAIR | {"x.alpha": torch.tensor(2.0)}
         (ALPHA, {"lora_adapter_metadata": '{"transformer.lora_alpha": 16}'}, ["lora_alpha 16"]),
         (PAIR, {"lora_adapter_metadata": '{"transformer.lora_alpha": 16}', "alpha": "8"}, ["alpha 8"]),
         (PAIR, {"lora_adapter_metadata": '{"transformer.lora_alpha": 16}', "alpha": "16"}, []),
-        (PAIR, {"reference_downscale_factor": "2"}, ["reference_downscale_factor 2"]),  # LTX-2's IC-LoRA
-        (PAIR, {"reference_downscale_factor": "1", "lora_scale": "1.0"}, []),
+        (PAIR, {"lora_scale": "1.0"}, []),
         (PAIR, {"lora_scale": "0.5"}, ["lora_scale 0.5"]),
         (PAIR | {"transformer_ref.a.lora_A.weight": torch.ones(4, 8)}, None, ["transformer_ref"]),
         (PAIR | {"lora_te_a_b.lora_down.weight": torch.ones(4, 8)}, None, ["lora_te"]),
@@ -44,6 +45,25 @@ def test_wishes_of_a_file_that_are_not_met_are_named(tensors, metadata, about, t
         assert path in warning and text in warning
 
 
+@pytest.mark.parametrize("key", ["reference_downscale_factor", "reference_temporal_scale_factor"])
+def test_adapter_that_was_trained_with_a_reference_video_is_refused(key, tmp_path):
+    path = files.save(PAIR, tmp_path / "a.safetensors", {key: "2"})
+    with pytest.raises(InvalidRequest, match=rf"{key} 2.*reference video") as refusal:
+        read(find(path), path)
+    assert refusal.value.field == "loras"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [("ltx-2.5-22b-ic-lora-pixel-spatial-upscaler-x2-1.0.safetensors", True), ("IC_LoRA.safetensors", True),
+     ("magic-lora.safetensors", False)],
+)  # fmt: skip
+def test_adapter_of_ltx_2_whose_name_says_that_it_is_in_context_is_refused(name, is_refused):
+    request = GenerationRequest(prompt="A cat", loras=[f"adapters/{name}"])
+    with pytest.raises(InvalidRequest, match="reference video") if is_refused else contextlib.nullcontext():
+        published_spec("ltx-2.5-distilled").plan(request)
+
+
 def test_file_for_another_component_alone_is_refused_by_its_name(tmp_path):
     tensors = {"text_encoder.a.lora_A.weight": torch.ones(4, 8), "text_encoder.a.lora_B.weight": torch.ones(8, 4)}
     path = files.save(tensors, tmp_path / "a.safetensors")
@@ -54,15 +74,15 @@ def test_file_for_another_component_alone_is_refused_by_its_name(tmp_path):
 def test_warnings_of_adapters_reach_the_request(pipeline, transformer, tmp_path):
     names = files.blocks(transformer, files.WAN)
     tensors = files.name_tensors(files.factors(transformer, names), names, "diffusion_model.", alpha=4)
-    path = files.save(tensors, tmp_path / "a.safetensors", {"reference_downscale_factor": "2"})
+    path = files.save(tensors, tmp_path / "a.safetensors", {"lora_scale": "0.5"})
     pipe, warnings = pipeline(KIND), []
-    run = pipe.run(pipe.plan(request(loras=[path], steps=2)), warn=warnings.append)
+    run = pipe.make_executor(pipe.plan(request(loras=[path], steps=2)), warn=warnings.append)
     for _ in run.work(stop=1):
         pass
-    assert [warning for warning in warnings if "reference_downscale_factor" in warning] == warnings != []
+    assert [warning for warning in warnings if "lora_scale" in warning] == warnings != []
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ltx-2.3-distilled", marks=pytest.mark.soak), "ltx-2"])
+@pytest.mark.parametrize("kind", [pytest.param("ltx-2.3-distilled", marks=pytest.mark.thorough), "ltx-2"])
 def test_part_for_ltx2_s_connectors_is_applied_there_as_diffusers_does(kind, checkpoint, pipeline, tmp_path):
     """One file changes the transformer and the projections of the text; LTX-2.0 has a single one for both streams."""
     pipe = diffusers.LTX2Pipeline.from_pretrained(checkpoint(kind))

@@ -154,6 +154,13 @@ def test_only_what_no_work_hides_is_exposed():
     assert whole_numbers["gathered"].seconds == items["gathered"].seconds
 
 
+def test_the_limit_is_the_peak_or_the_bandwidth_with_all_transfers_hidden():
+    slow = cost(LOOP.replace('"estimated_cycles":"50"', '"estimated_cycles":"9999999"')).by_category()
+    assert slow["matmul"].limit == 2 * 16 * 128 * 256
+    assert slow["copies"].limit == slow["copies"].estimate  # Shorter than what its bytes take: some are in VMEM.
+    assert cost(OVERLAP).by_category()["collectives"].limit == 0
+
+
 CARRIED = f"""
 %begun (w: f32[128]) -> (f32[128], f32[256], s32[2], u32[]) {{
   %w = f32[128]{{0:T(128)}} parameter(0)

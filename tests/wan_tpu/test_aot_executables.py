@@ -68,7 +68,7 @@ def test_what_cannot_be_used_is_compiled_again_and_the_log_says_why(tmp_path, me
     again = program(tmp_path, mesh)
     assert (np.asarray(again(x)) == np.eye(3) + 1).all()
     assert again.compile_s > 0
-    [record] = caplog.records
+    [record] = [record for record in caplog.records if record.name.startswith("wan_tpu")]  # JAX may warn, too.
     assert record.levelno == logging.WARNING
     assert re.match(f"compiling square.*{reason}", record.getMessage())
 
@@ -136,10 +136,10 @@ PROGRAMS = {
     ("kind", "images"),
     [
         ("wan2.1-t2v-1.3b", ()),
-        pytest.param("ltx-2.3-distilled", ("image",), marks=pytest.mark.soak),
-        pytest.param("ltx-2.3-distilled", (), marks=pytest.mark.soak),
-        pytest.param("minimax-h3", ("image", "last_image"), marks=pytest.mark.soak),
-        pytest.param("minimax-h3", ("last_image",), marks=pytest.mark.soak),
+        pytest.param("ltx-2.3-distilled", ("image",), marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3-distilled", (), marks=pytest.mark.thorough),
+        pytest.param("minimax-h3", ("image", "last_image"), marks=pytest.mark.thorough),
+        pytest.param("minimax-h3", ("last_image",), marks=pytest.mark.thorough),
     ],
 )
 def test_another_process_generates_without_compiling(kind, images, tmp_path, checkpoint):

@@ -143,6 +143,14 @@ ENTRY %main (p: pred[], x: f32[16,384]) -> (pred[], f32[16,384]) {{
     assert (program_cost.total.estimate, program_cost.unpriced) == (seconds, ())
 
 
+@pytest.mark.parametrize(("name", "category"), [("online-softmax", "attention"), ("fast_kernel", "vector")])
+def test_xla_s_own_kernel_is_attention(name, category):
+    """`others` of `cost` is vector work."""
+    text = branches("%fast, %slow").replace("%fast_kernel.3", f"%{name}.3")
+    [item] = cost(text, prefer=("fast", name), kernel_cycles=lambda call: 1.0).items
+    assert item.category == category
+
+
 def test_a_kernel_takes_at_least_as_long_as_its_bytes():
     [item] = cost(branches("%fast, %slow"), prefer=("fast",), kernel_cycles=lambda call: 1.0).items
     assert item.seconds.estimate == item.hbm_bytes == 2 * 16 * 384 * 4

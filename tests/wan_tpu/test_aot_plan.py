@@ -1,9 +1,15 @@
 """Plans as people and programs read them, and what the compiler's refusals become."""
 
+import contextlib
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +17,37 @@ import jax
 import pytest
 
 from tests.wan_tpu.plans import MODEL, SLICE, make_plan, prediction
-from wan_tpu import GenerationRequest, InvalidRequest
+from wan_tpu import GenerationRequest, InvalidRequest, Unavailable
 from wan_tpu.aot.programs import (
     ENLARGE,
     FIRST_ENLARGE,
     FIRST_STEP,
+    SKIPPED,
     SMALLEST_STEP,
     STEP,
+    UNGUIDED_KEYS,
+    UNGUIDED_SKIPPED,
+    UNGUIDED_STEP,
     AbstractRuntime,
     stage_programs,
 )
 from wan_tpu.families import published_spec
 from wan_tpu.families.model import published_model
 from wan_tpu.plan import Expert
-from wan_tpu.pricing.compiling import Compiled, Job, compile_job
+from wan_tpu.pricing import compiling
+from wan_tpu.pricing.causes import largest_gains, list_causes
+from wan_tpu.pricing.compiling import Compiled, Compilers, Job
 from wan_tpu.pricing.cost import Times
 from wan_tpu.pricing.plan import (
     KEYS,
-    Plan,
     ProgramPlan,
+    SlicePlan,
     StagePlan,
     add_memory,
     share_of_peak,
 )
 from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
-from wan_tpu.pricing.planner import Planner
+from wan_tpu.pricing.planner import SlicePlanner
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import GIB, needed_bytes
 from wan_tpu.runtime.mesh import make_mesh
@@ -46,12 +58,12 @@ def make_jobs(**fields: Any) -> dict[str, Job]:
     """Return jobs as a planner makes them, but for one device of this machine in place of the slice's."""
     spec = published_spec(MODEL)
     request = GenerationRequest(height=480, width=832, **{"frames": 81} | fields).resolve(spec.defaults)
-    planner = Planner(MODEL, request, SLICE, dtype="bfloat16", cache=Path("unused"), report=print)
+    planner = SlicePlanner(MODEL, request, SLICE, dtype="bfloat16", cache=Path("unused"), report=print)
     return {name: job for name, (job, _) in planner.jobs(make_mesh((1, 1, 1), heads=spec.heads)).items()}
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> SlicePlan:
     return make_plan()
 
 
@@ -82,7 +94,7 @@ def test_a_plan_says_which_figures_were_measured(plan):
 
 def test_seconds_and_shares_are_of_the_whole_video(plan):
     denoise, decoder = plan.stages
-    assert denoise.seconds == Times(100.0, 75.0)
+    assert denoise.seconds == Times(100.0, 75.0, 37.5)
     assert decoder.seconds is None
     assert share_of_peak(denoise, plan) == pytest.approx(1e17 / (100 * 4 * 918e12))
     assert plan.resident_gib == 2 * 2 + 1 + 40.5  # two experts, the decoder, the largest of what isn't weights, code
@@ -101,8 +113,40 @@ def test_the_texts_keys_and_the_steps_have_one_copy_of_the_weights(plan):
 def test_json_holds_everything(plan):
     read = json.loads(json.dumps(to_json(plan)))
     assert read["mesh"] == {"dp": 2, "sp": 1, "tp": 2}
-    assert read["stages"][0]["programs"][0]["online"]["by_category"]["attention"] == {"estimate": 1.5, "floor": 1.5}
+    assert read["stages"][0]["programs"][0]["online"]["by_category"]["attention"] == {
+        "estimate": 1.5,
+        "floor": 1.5,
+        "limit": 0.75,
+    }
     assert read["stages"][1]["programs"][0]["compiled"]["over_bytes"] == 10 * GIB
+
+
+def test_a_video_s_seconds_are_divided_among_their_causes(plan):
+    causes = {cause.name: cause for cause in list_causes(plan)}
+    assert {name: (cause.seconds, cause.limit) for name, cause in causes.items()} == {
+        "attention": (50.0, 25.0),
+        **dict.fromkeys(["matrix products", "vector work", "copies", "exposed transfers"], (12.5, 3.125)),
+        "host": (0.5, 0.5),
+    }
+    assert [cause.name for cause in largest_gains([*causes.values()], 1)] == ["attention"]
+    assert next((cause["name"], cause["gain"]) for cause in to_json(plan)["causes"]) == ("matrix products", 9.375)
+
+
+def test_each_stage_is_a_cause_of_its_own(plan):
+    denoise, decoder = plan.stages
+    step = denoise.programs[0]
+    names = {
+        "encoder": ["text_encoder", "text_encoder_2", "vae_encoder first"],
+        "decoder": ["decoder first", "vocoder"],
+    }
+    stages = [
+        dataclasses.replace(
+            stage, name=name, programs=tuple(dataclasses.replace(step, name=n, calls=1) for n in programs)
+        )
+        for stage, (name, programs) in zip((decoder, decoder), names.items(), strict=True)
+    ]
+    seconds = {cause.name: cause.seconds for cause in list_causes(dataclasses.replace(plan, stages=tuple(stages)))}
+    assert seconds == {"text": 4.0, "images": 2.0, "decoder": 2.0, "sound": 2.0}
 
 
 def test_a_plot_is_drawn(plan, tmp_path):
@@ -127,9 +171,88 @@ def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
     program_file = tmp_path / f"{job.digest}.hlo.gz"
     program_file.with_name(f"{job.digest}.json").write_text(json.dumps(dataclasses.asdict(Compiled(1.0, 2.0, 3))))
     program_file.write_bytes(gzip.compress(b"HloModule"))
-    assert compile_job(job, tmp_path) == (Compiled(1.0, 2.0, 3), "HloModule")
-    program_file.write_bytes(program_file.read_bytes()[:-10])
-    assert "KeyError: 'unknown'" in compile_job(job, tmp_path)[0].refused  # by the process that compiles
+    with contextlib.closing(Compilers(tmp_path)) as compilers:
+        assert compilers.compile(job) == (Compiled(1.0, 2.0, 3), "HloModule")
+        program_file.write_bytes(program_file.read_bytes()[:-10])
+        assert "KeyError: 'unknown'" in compilers.compile(job)[0].refused  # by the process that compiles
+
+
+CHILD = """#!{python}
+import gzip, json, os, signal, sys, time
+for line in sys.stdin:
+    job, result = json.loads(line)
+    if job["program"] == "wait":
+        time.sleep(60)
+    if job["program"] == "fail":
+        sys.exit("ValueError: " + job["dtype"])
+    if job["program"].startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, job["program"]))
+    print("KeyError: earlier", file=sys.stderr)
+    with gzip.open(result + ".hlo.gz", "wt") as file:
+        file.write("HloModule")
+    with open(result + ".json", "w") as file:
+        json.dump(dict(compile_s=os.getpid(), compile_cpu_s=0, weights_bytes=0), file)
+    print(flush=True)
+"""
+
+
+@pytest.fixture
+def make_job(tmp_path, monkeypatch):
+    """Return a function that makes a job of what the compiling process should do; that process is a stand-in."""
+    child, numbers = tmp_path / "child", itertools.count()
+    child.write_text(CHILD.format(python=sys.executable))
+    child.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(child))
+
+    def make(what: str) -> Job:
+        number = str(next(numbers))
+        return dataclasses.replace(make_jobs()[STEP], program=what, dtype=number, depends_on={"number": number})
+
+    return make
+
+
+def test_a_process_compiles_one_job_after_the_other_until_one_makes_it_crash(make_job, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "_count_cores", lambda: 1)
+    with contextlib.closing(Compilers(tmp_path)) as compilers:
+        ids = [compilers.compile(make_job("succeed"))[0].compile_s for _ in range(2)]
+        for _ in range(2):
+            job = make_job("fail")
+            assert f"ValueError: {job.dtype}" in compilers.compile(job)[0].refused
+        ids += [compilers.compile(make_job("succeed"))[0].compile_s for _ in range(2)]
+        assert ids[0] == ids[1] != ids[2] == ids[3]
+        crash = compilers.compile(make_job("SIGSEGV"))[0].refused
+        assert str(-signal.SIGSEGV) in crash and "earlier" not in crash  # What an earlier job wrote isn't its cause.
+        with pytest.raises(Unavailable, match="SIGKILL"):
+            compilers.compile(make_job("SIGKILL"))
+        with pytest.raises(KeyboardInterrupt):
+            compilers.compile(make_job("SIGINT"))
+        assert compilers.compile(make_job("succeed"))[1] == "HloModule"
+    with pytest.raises(Unavailable):
+        compilers.compile(make_job("succeed"))
+
+
+@pytest.mark.parametrize(("what", "error"), [("SIGKILL", Unavailable), ("SIGINT", KeyboardInterrupt)])
+def test_a_plan_that_fails_compiles_nothing_more(what, error, make_job, tmp_path, monkeypatch):
+    spec = published_spec(MODEL)
+    request = GenerationRequest().resolve(spec.defaults)
+    planner = SlicePlanner(MODEL, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
+    jobs = {**{f"program {i}": make_job("wait") for i in range(5)}, STEP: make_job(what)}
+    monkeypatch.setattr(planner, "mesh", lambda axes: make_mesh((1, 1, 1), heads=spec.heads))
+    monkeypatch.setattr(planner, "jobs", lambda *_: {name: (job, 1) for name, job in jobs.items()})
+    start = time.monotonic()
+    with pytest.raises(error):
+        planner.plan((1, 1, 1))
+    assert time.monotonic() - start < 50
+
+
+def test_no_more_processes_compile_than_a_container_has_memory_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    counts = []
+    for limit in (13 * GIB, GIB):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        counts.append(Compilers(tmp_path).count)
+    assert counts == [2, 1]
 
 
 def test_fields_compile_programs_again_only_where_these_take_other_arguments():
@@ -193,6 +316,24 @@ def test_a_pool_of_the_first_of_two_stages_runs_the_smaller_step():
     assert pools == [{KEYS, FIRST_STEP}, {KEYS, ENLARGE, STEP}]
 
 
+def test_an_expert_without_guidance_runs_programs_of_its_own(plan):
+    model = published_model("wan2.2-t2v-a14b")
+    request = GenerationRequest(height=64, width=64, frames=5, guidance_scale_2=1, cache="magcache")
+    request = request.resolve(model.spec.defaults)
+    runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "bfloat16")
+    pools = {stage: stage_programs(runtime, request, [stage]) for stage in model.spec.denoise_stages}
+    guided, unguided = ({name: calls for name, (_, _, calls) in programs.items()} for programs in pools.values())
+    assert (guided.keys(), unguided.keys()) == ({KEYS, STEP, SKIPPED}, {UNGUIDED_KEYS, UNGUIDED_STEP, UNGUIDED_SKIPPED})
+    experts = model.spec.experts(request)
+    assert guided[STEP] + guided[SKIPPED] == experts[0].stop
+    assert unguided[UNGUIDED_STEP] + unguided[UNGUIDED_SKIPPED] == request.steps - experts[0].stop
+    path = dataclasses.replace(prediction(0.0), total=Times(1.0, 1.0))
+    calls = guided | unguided
+    programs = tuple(ProgramPlan(name, n, plan.programs[0].compiled, path, path) for name, n in calls.items())
+    needs = dataclasses.replace(plan, stages=(StagePlan("denoise", programs, int(1e17)),)).needs(experts)
+    assert [needed.seconds for needed in needs.values()] == [sum(guided.values()), sum(unguided.values())]
+
+
 def test_chunks_of_a_video_run_three_steps_and_two_enlargings_and_are_decoded_alone(plan):
     """Of Helios: the first of two chunks has twice as many steps, each has nine latent frames, as has a still image."""
     model = published_model("helios-distilled")
@@ -213,19 +354,22 @@ def test_chunks_of_a_video_run_three_steps_and_two_enlargings_and_are_decoded_al
 def test_a_cached_step_is_compiled_for_the_schedule_of_its_curve(tmp_path):
     spec = published_spec("wan2.2-i2v-a14b")
     request = spec.plan(GenerationRequest(preset="original", cache="magcache"), image=True).request
-    planner = Planner(spec.name, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
+    planner = SlicePlanner(spec.name, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
     job, _ = planner.jobs(make_mesh((1, 1, 1), heads=spec.heads))[STEP]
     compiled = ResolvedRequest(**json.loads(json.dumps(job.request)))  # as the process that compiles it does
     assert (spec.plan_skips(compiled) == spec.plan_skips(request)).all()
 
 
+@pytest.mark.long
 def test_a_plan_with_keyframes_has_the_programs_that_read_them_and_those_of_the_sound(tmp_path):
     model = published_model("minimax-h3")
     request = GenerationRequest().resolve(model.spec.defaults)
     runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "bfloat16")
     rows, sizes, digests, operations = [], [], set(), []
     for images in (0, 2):
-        planner = Planner("minimax-h3", request, SLICE, dtype="bfloat16", cache=tmp_path, report=print, images=images)
+        planner = SlicePlanner(
+            "minimax-h3", request, SLICE, dtype="bfloat16", cache=tmp_path, report=print, images=images
+        )
         programs = stage_programs(runtime, request, images=images)
         calls = {name: calls for name, (_, _, calls) in programs.items()}
         assert calls.get("vae_encoder first", 0) == images
@@ -240,4 +384,4 @@ def test_a_plan_with_keyframes_has_the_programs_that_read_them_and_those_of_the_
     assert rows[1] - rows[0] == 2 * 1010 and sizes[1] - sizes[0] == pytest.approx(0.58e9, rel=0.05)
     assert len(digests) == 2 and operations[1] > 2 * operations[0]
     with pytest.raises(InvalidRequest, match=r"images is 3.* 0 .*1 .*2"):
-        Planner("minimax-h3", request, SLICE, dtype="bfloat16", cache=tmp_path, report=print, images=3)
+        SlicePlanner("minimax-h3", request, SLICE, dtype="bfloat16", cache=tmp_path, report=print, images=3)

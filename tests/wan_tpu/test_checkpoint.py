@@ -65,7 +65,7 @@ def test_wrong_shape_is_named(copy):
 def test_truncated_file_is_refused(copy):
     file = copy / "transformer" / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="damaged or cut off"):
+    with pytest.raises(CheckpointError, match="damaged"):
         load_high(copy)
 
 
@@ -160,7 +160,7 @@ def test_quantised_weights_are_refused_with_what_works(name, copy):
 
 @pytest.mark.parametrize(
     ("offsets", "message"),
-    [([[0, 8], [4, 12]], "overlap at byte 4"), ([[0, 8], [12, 20]], "leave a hole at byte 8"), ([[4, 12]], "hole")],
+    [([[0, 8], [4, 12]], r"byte 4\b"), ([[0, 8], [12, 20]], r"hole.*byte 8\b"), ([[4, 12]], "hole")],
 )
 def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, message, tmp_path):
     """As the format's own reader refuses them."""
@@ -179,13 +179,13 @@ def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, message, tmp_p
     [
         (
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
-            "is a pointer of Git LFS",
+            "Git LFS",
         ),
-        (b"\n<!DOCTYPE html><title>Sign in</title>", "is a web page"),
+        (b"\n<!DOCTYPE html><title>Sign in</title>", "web page"),
         (b"PK\x03\x04" + bytes(100), "safetensors.torch.save_file"),
         (b"GGUF\x03" + bytes(100), "GGUF"),
-        (gzip.compress(bytes(100), mtime=0), "compressed with gzip"),
-        (b"", "damaged or cut off"),
+        (gzip.compress(bytes(100), mtime=0), "gzip"),
+        (b"", "damaged"),
     ],
 )
 def test_what_is_no_file_of_weights_is_named(content, message, tmp_path):
@@ -235,10 +235,10 @@ def test_float32_parts_stay_float32(pipeline):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"transformer": ["diffusers", "LTXVideoTransformer3DModel"]}, "supported: .*Wan 2.1 and 2.2"),
-        ({"vae": [None, None]}, "has no vae"),
-        ({"boundary_ratio": None}, "no boundary_ratio"),
-        ({"text_encoder": ["transformers", "BertModel"]}, "BertModel is not supported"),
+        ({"transformer": ["diffusers", "LTXVideoTransformer3DModel"]}, "Wan 2.1.*2.2"),
+        ({"vae": [None, None]}, "vae"),
+        ({"boundary_ratio": None}, "boundary_ratio"),
+        ({"text_encoder": ["transformers", "BertModel"]}, "BertModel"),
     ],
 )
 def test_other_families_are_refused(copy, change, message):
@@ -326,7 +326,7 @@ def large(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("large") / "checkpoint", "wan2.1-t2v-14b", transformer=expert)
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_peak_memory_of_loading_stays_below_1_3_times_the_component(large):
     """On CPU the component itself is in host memory too: what is left for the reader is 0.3 of it."""
     done = subprocess.run(
@@ -339,12 +339,12 @@ def test_peak_memory_of_loading_stays_below_1_3_times_the_component(large):
 
 
 @pytest.mark.long
-def test_weights_are_freed_after_their_stage_unless_kept(checkpoint):
+def test_weights_are_freed_after_their_stage_unless_kept(checkpoint, pipeline):
     request = GenerationRequest(image=PHOTO, height=32, width=48, frames=1, steps=1, guidance_scale=2.0)
-    for keep in (True, False):
-        pipe = load_pipeline(checkpoint(KIND), dtype="float32", mesh=(1, 1, 1), keep_weights=keep)
+    freeing = load_pipeline(checkpoint(KIND), dtype="float32", mesh=(1, 1, 1), keep_weights=False)
+    for pipe, keeps in ((pipeline(KIND), True), (freeing, False)):
         pipe.generate(request)
-        assert bool(pipe.runtime._components) is keep
+        assert bool(pipe.runtime._components) is keeps
 
 
 def test_tokenizer_is_trained(checkpoint):

@@ -42,7 +42,7 @@ def whole(folder):
     """A pipeline, its plan, and all operations with their results."""
     pipe = load_pipeline(folder, dtype="float32", mesh=(1, 1, 1))
     plan = pipe.plan(REQUEST)
-    executor = pipe.run(plan)
+    executor = pipe.make_executor(plan)
     results = list(executor.work())
     return pipe, plan, executor.conditioning, results
 
@@ -80,7 +80,7 @@ def test_a_run_resumes_bit_for_bit_at_every_step(folder, whole):
     for state in (other.initial_state(plan), *states[:-1]):
         saved, _ = parse_value(DenoiseState, dump_value(state), "a snapshot")
         assert len(saved.chunks) == max(0, state.step - 1) // 4
-        resumed = list(other.run(plan, conditioning=conditioning, state=saved).work())
+        resumed = list(other.make_executor(plan, conditioning=conditioning, state=saved).work())
         assert [o.index for o, _ in resumed if isinstance(o, Step)] == [*range(state.step, STEPS)]
         for ours, theirs in zip(frames_of(resumed), frames_of(results), strict=True):
             assert np.array_equal(ours, theirs)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.conftest import PHOTO, ROOT, STAGES
 from tests.wan_tpu import adapter_files
+from tests.wan_tpu.minimax_h3_ref2va import write_sound
 from wan_tpu import DenoiseState, GenerationRequest, InvalidInput, InvalidRequest, cli
 from wan_tpu.commands import staged
 from wan_tpu.commands.arguments import add_request_arguments, request_from
@@ -75,7 +76,7 @@ def assert_cut(record):
     assert "the model reads 512: cut after" in warning
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_adapters_and_sigmas_stage_by_stage(checkpoint, tmp_path):
     """As in one command; stage 2 may be told others."""
     folder, out = tmp_path / "stages", tmp_path / "video.mp4"
@@ -204,6 +205,15 @@ def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
     assert "different runs of stage 1" in capsys.readouterr().err
 
 
+def test_stages_with_files_between_them_refuse_a_given_sound(tmp_path):
+    """Their files don't hold it, so the last stage would write another one."""
+    song = write_sound(tmp_path / "song.wav", 1.0)
+    command = ["--model_id", str(tmp_path), "--prompt", "A cat purrs", "--reference", f"soundtrack:{song}"]
+    with pytest.raises(InvalidRequest) as refused:
+        staged.encode([*command, "--output_dir", str(tmp_path / "stages")])
+    assert refused.value.field == "references"
+
+
 def test_sound_is_asked_for_or_left_out_by_an_option():
     parser = Parser(prog="generate")
     add_request_arguments(parser)
@@ -221,7 +231,7 @@ def test_existing_output_is_kept(video_file, checkpoint, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("sent", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)]
+    ("sent", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.thorough), (signal.SIGTERM, 143)]
 )
 def test_ctrl_c_and_sigterm_leave_nothing_half_written(sent, code, checkpoint, tmp_path):
     command = [
@@ -260,7 +270,7 @@ sys.exit(cli.run(command))
 """
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_libraries_are_quiet(checkpoint, tmp_path):
     """Each is as a user has it: their variables, which the tests set for all, are left out."""
     names = ("JAX_PLATFORMS", *cli.QUIET, *cli.NO_TPU)

@@ -23,10 +23,10 @@ from wan_tpu.runtime.mesh import make_mesh
 LATENT_TOLERANCE, PIXEL_TOLERANCE = 1e-4, 2e-3  # relative to the largest; half a level of 8 bits
 SIZE = {"height": 64, "width": 96, "frames": 9, "steps": 4}
 SCHEDULERS = {"ddim": diffusers.CogVideoXDDIMScheduler, "dpm": diffusers.CogVideoXDPMScheduler}
-NAMED = [("cogvideox1.5-5b-i2v", "dpm"), ("cogvideox-2b", "ddim")]
-SOAK_CASES = [("cogvideox1.5-5b", "ddim"), ("cogvideox-2b", "dpm"), ("cogvideox-5b", "ddim")]
-TABLE = ("cogvideox-5b-i2v", "dpm")  # Of positions, trained, beside those that turn queries and keys.
-assert {kind for kind, _ in [*NAMED, *SOAK_CASES, TABLE]} == set(PUBLISHED)
+WITH_IMAGE = ("cogvideox1.5-5b-i2v", "dpm")
+RARE = [("cogvideox1.5-5b", "ddim"), ("cogvideox-2b", "dpm"), ("cogvideox-5b", "ddim")]
+OTHERS = [("cogvideox-2b", "ddim"), ("cogvideox-5b-i2v", "dpm")]  # The last has a trained table of positions, too.
+assert {kind for kind, _ in [WITH_IMAGE, *RARE, *OTHERS]} == set(PUBLISHED)
 
 
 def make_request(kind, solver):
@@ -39,9 +39,9 @@ def make_request(kind, solver):
 @pytest.mark.parametrize(
     ("kind", "solver"),
     [
-        *NAMED,
-        pytest.param(*TABLE, marks=pytest.mark.long),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAK_CASES),
+        WITH_IMAGE,
+        *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in RARE),
     ],
 )
 def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline):
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_from_a_state_draws_the_noise_that_comes_next(pipelin
 
 
 @pytest.mark.parametrize(
-    ("kind", "stop"), [("cogvideox1.5-5b-i2v", 2), pytest.param("cogvideox-5b", None, marks=pytest.mark.long)]
+    ("kind", "stop"), [("cogvideox1.5-5b-i2v", 2), pytest.param("cogvideox-5b", None, marks=pytest.mark.thorough)]
 )
 def test_noise_of_ones_own_leaves_the_generator_s_to_the_steps(kind, stop, checkpoint, pipeline):
     pipe, request = pipeline(kind), make_request(kind, "dpm")
@@ -116,7 +116,7 @@ def test_any_prompt_is_read_as_diffusers_reads_it(prompt, checkpoint, pipeline):
     assert any("the model reads 226" in text for text in warnings) == (len(prompt) > 1000)
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_bfloat16_stays_within_its_bound(pipeline):
     """The bound of tests/wan_tpu/test_parity.py, of steps that turn latents and v by angles which sum to pi/2."""
     guidance, blocks = 6.0, 2
@@ -130,7 +130,7 @@ def test_bfloat16_stays_within_its_bound(pipeline):
 
 
 @pytest.mark.long
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_neither_files_between_the_stages_nor_stored_programs_change_anything(checkpoint, tmp_path):
     video, folder = tmp_path / "whole.mp4", tmp_path / "stages"
     model = ["--model_id", str(checkpoint("cogvideox1.5-5b-i2v"))]

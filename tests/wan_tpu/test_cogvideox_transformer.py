@@ -35,7 +35,10 @@ def theirs(folder, latents, text):
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (4, 12)], ids=["as trained", "wider"])
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param((HEIGHT, WIDTH), id="as trained"), pytest.param((4, 12), id="wider", marks=pytest.mark.thorough)],
+)
 def test_transformer_predicts_what_diffusers_predicts(kind, size, tmp_path):
     folder = make_checkpoint(tmp_path / "checkpoint", kind)
     config = PUBLISHED[kind].transformer

@@ -55,7 +55,7 @@ def test_pixels_are_encoded_as_diffusers_does(frames, theirs, ours):
 
 
 @pytest.mark.meshes
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_eight_devices_give_what_diffusers_does(theirs, folder, tmp_path):
     width = 5  # Five of eight devices have a column, three have only padding.
     file, out = tmp_path / "inputs.npz", tmp_path / "outputs.npz"

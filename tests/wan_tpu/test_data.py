@@ -10,7 +10,7 @@ import safetensors.numpy
 from PIL import Image
 
 from wan_tpu import Conditioning, DenoiseState, InvalidInput, OutputError, UnhealthyResult, Video
-from wan_tpu.data import dump_value, load_value, parse_value, save_value
+from wan_tpu.data import dump_value, flatten, load_value, parse_value, save_value
 from wan_tpu.media.sheet import fill_rows, frame_label
 from wan_tpu.media.video import ContactSheet, VideoWriter, check_output
 from wan_tpu.runtime.health import ColourRange, check_finite
@@ -54,6 +54,14 @@ def test_file_of_a_state_says_whether_its_noise_was_the_caller_s(own_noise):
     assert (b"own_noise" in content) == own_noise  # Without it, files stay as earlier versions wrote them.
     state, _ = parse_value(DenoiseState, content, "a snapshot")
     assert state.own_noise is own_noise
+
+
+def test_what_only_a_later_version_knows_is_left_out(tmp_path):
+    path = tmp_path / "s.safetensors"
+    tensors = flatten(DenoiseState(np.ones((1, 2), np.float32), step=3)) | {"later": np.zeros(1), "more.0": np.zeros(1)}
+    safetensors.numpy.save_file(tensors, path, metadata={"type": "DenoiseState", "notes": "{}"})
+    state, _ = load_value(DenoiseState, path)
+    assert state.step == 3 and np.array_equal(state.latents, tensors["latents"])
 
 
 def test_damaged_files_are_refused(tmp_path):

@@ -139,7 +139,8 @@ def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mes
     """For the precision with 8-bit logits as well, which are no matter to weights."""
     source, written = checkpoint(KIND), str(tmp_path / precision)
     assert main(["weights", "convert", str(source), written, "--precision", f"{precision}-attention"]) == 0
-    load_pipeline(written, f"{precision}-attention", (1, 1, 1)).check_components()
+    for suffix in ("-attention", "-attention-both"):
+        load_pipeline(written, f"{precision}{suffix}", (1, 1, 1)).check_components()
     for component in open_model(Checkpoint(written)).components.values():
         ours = load_component(Checkpoint(written), component, precision, mesh).params
         expected = load_component(Checkpoint(source), component, precision, mesh).params
@@ -203,9 +204,12 @@ def wide(params, name):
     ("kind", "precision"),
     [
         ("cogvideox1.5-5b", "float8-attention"),
+        ("hunyuanvideo1.5-480p-t2v", "float8-attention"),
+        pytest.param("cogvideox1.5-5b", "int8-attention-both", marks=pytest.mark.thorough),
+        pytest.param("wan2.2-t2v-a14b", "float8-attention-both", marks=pytest.mark.thorough),
         ("ltx-2.3-distilled", "int8"),
         *(
-            pytest.param(kind, "int8", marks=pytest.mark.soak)
+            pytest.param(kind, "int8", marks=pytest.mark.thorough)
             for kind in (
                 "cogvideox1.5-5b",
                 "hunyuanvideo1.5-480p-t2v",
@@ -224,20 +228,33 @@ def test_every_family_has_8_bits(kind, precision, pipeline):
     assert 0 < apart(latents, exact) < 0.05
 
 
+@pytest.mark.parametrize(
+    ("kind", "frames"),
+    [(KIND, 9), ("minimax-h3", 107), pytest.param("hunyuanvideo1.5-480p-t2v", 9, marks=pytest.mark.thorough)],
+)
+def test_both_products_in_8_bits_change_the_latents(kind, frames, pipeline):
+    """By more than the logits alone: the switch isn't lost on its way, and the first product stays in 8 bits."""
+    request = GenerationRequest(prompt="a cat", height=64, width=64, frames=frames, seed=3, steps=2)
+    latents = {
+        precision: record_steps(pipeline(kind, precision), request)[-1].latents
+        for precision in ("int8", "int8-attention", "int8-attention-both")
+    }
+    logits, both = (apart(latents[name], latents["int8"]) for name in ("int8-attention", "int8-attention-both"))
+    assert 0 < logits < 0.05 and 0 < both < 0.05
+    assert 0 < apart(latents["int8-attention-both"], latents["int8-attention"]) < 0.05
+
+
 def test_commands_know_every_precision():
     assert set(PRECISIONS) == set(components.DTYPES)
 
 
 def test_what_has_no_8_bits_is_refused(checkpoint, tmp_path, capsys):
-    hunyuan = str(checkpoint("hunyuanvideo1.5-480p-t2v"))
-    assert main(["weights", "convert", hunyuan, str(tmp_path / "to"), "--precision", "int8-attention"]) == 2
-    assert "this model doesn't support int8-attention" in capsys.readouterr().err and not (tmp_path / "to").exists()
+    ltx = str(checkpoint("ltx-2.3-distilled"))
+    assert main(["weights", "convert", ltx, str(tmp_path / "to"), "--precision", "int8-attention"]) == 2
+    assert "int8-attention" in capsys.readouterr().err and not (tmp_path / "to").exists()
     with pytest.raises(InvalidInput, match=r"int8-attention.* float32, bfloat16, int8, f"):
         load_pipeline(checkpoint("turbowan2.2-i2v-a14b"), "int8-attention", (1, 1, 1))
-    with pytest.raises(
-        InvalidInput,
-        match=r"int8-attention.* float32, bfloat16, int8, float8$",
-    ):
-        load_pipeline(checkpoint("hunyuanvideo1.5-480p-t2v"), "int8-attention", (1, 1, 1))
+    with pytest.raises(InvalidInput, match=r"int8-attention-both.* float32, bfloat16, int8, float8$"):
+        load_pipeline(ltx, "int8-attention-both", (1, 1, 1))
     with pytest.raises(InvalidInput, match=r"'int4'.* float32, bfloat16, int8, float8, int8-"):
         load_pipeline(checkpoint(KIND), "int4", (1, 1, 1))

@@ -74,7 +74,7 @@ def test_quotes_and_an_image_are_work_for_hunyuan_s_encoders(checkpoint):
     assert model.flops.encoder(requests[0].resolve(model.spec.defaults), prompts=2) == 2 * plain
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_work_of_ltx2_s_published_model():
     """Attention and linear layers of a step by hand; Gemma and the connectors by the size of their weights."""
     model = published_model("ltx-2.3-distilled")

@@ -15,8 +15,8 @@ CASES = {
 
 
 @pytest.mark.meshes
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["padded", pytest.param("whole", marks=pytest.mark.soak)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["padded", "whole"])
 def test_strips_give_the_pixels_and_latents_of_an_uncut_picture(name, checkpoint, tmp_path):
     out, cases = tmp_path / "results.npz", CASES[name]
     arguments = [str(argument) for kind, *rest in cases for argument in (checkpoint(kind), *rest)]

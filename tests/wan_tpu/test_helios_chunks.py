@@ -33,10 +33,10 @@ def denoise_chunk(predict, spec, request, chunk, generator, before):
     history, schedule, results = make_history(spec.latent_shape(request), before), spec.schedule(request), []
     experts = [expert for expert in spec.experts(request) if expert.chunk == chunk]
     latents = draw_first(spec.latent_shape(request), len(experts), generator)
-    for expert, segment in zip(experts, spec.segments(request, chunk), strict=True):
-        if segment.mixing is not None:
-            noise = draw_between(segment.shape, spec.patch, spec.config.pyramid.gamma, generator)
-            latents = np.float32(segment.mixing[0]) * enlarge(latents) + np.float32(segment.mixing[1]) * noise
+    for expert, stage in zip(experts, spec.pyramid_stages(request, chunk), strict=True):
+        if stage.mixing is not None:
+            noise = draw_between(stage.shape, spec.patch, spec.config.pyramid.gamma, generator)
+            latents = np.float32(stage.mixing[0]) * enlarge(latents) + np.float32(stage.mixing[1]) * noise
         terms = [np.zeros_like(latents)] * schedule.history_terms
         for i in range(expert.start, expert.stop):
             velocity = predict(latents, schedule.timesteps[i], history, schedule.guidance[i])
@@ -60,7 +60,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["helios-base", pytest.param("helios-mid", marks=pytest.mark.soak), "helios-distilled"]
+    "kind",
+    [*(pytest.param(f"helios-{size}", marks=pytest.mark.thorough) for size in ("base", "mid")), "helios-distilled"],
 )
 def test_latents_after_each_step_of_three_chunks_are_those_of_diffusers(kind, tmp_path):
     folder = make_checkpoint(tmp_path, kind)

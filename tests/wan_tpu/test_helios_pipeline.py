@@ -1,6 +1,7 @@
 """A whole Helios video in one process against diffusers: its chunks, from the prompt, image or video to the pixels."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import diffusers
@@ -45,14 +46,16 @@ def requests(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(requests, pipeline):
-    """By what it begins with, the plan, the encoder's result, and all operations with their results."""
-    pipe, runs = pipeline(KIND), {}
-    for name in ("text", "image", "video"):
-        run = pipe.run(pipe.plan(requests[name]))
+def run(requests, pipeline):
+    """A function that returns, by what it begins with, the plan, the encoder's result, and operations with results."""
+
+    @functools.cache
+    def work(name):
+        run = pipeline(KIND).make_executor(pipeline(KIND).plan(requests[name]))
         results = list(run.work())
-        runs[name] = run.plan, run.conditioning, results
-    return runs
+        return run.plan, run.conditioning, results
+
+    return work
 
 
 def run_theirs(pipeline, request, **options):
@@ -91,30 +94,32 @@ def check_same(pipe, results, reference):
     assert np.abs(ours[: len(frames)] - frames).max() < 2e-3
 
 
-@pytest.mark.parametrize("name", ["text", "image", "video"])
-def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests, runs, checkpoint, pipeline):
-    plan, _, results = runs[name]
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("text", "video")), "image"])
+def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests, run, checkpoint, pipeline):
+    plan, _, results = run(name)
     assert plan.chunk_stops == (12, 18, 24)[: plan.request.frames // 33]
     theirs = run_theirs(PyramidPipeline.from_pretrained(checkpoint(KIND)), requests[name], **DISTILLED)
     check_same(pipeline(KIND), results, theirs)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param("image", marks=pytest.mark.soak), "short video"])
+@pytest.mark.parametrize("name", [pytest.param("image", marks=pytest.mark.thorough), "short video"])
 def test_a_model_of_one_size_is_conditioned_as_in_diffusers(name, requests, checkpoint, pipeline):
     pipe = pipeline("helios-base")
     request = dataclasses.replace(requests[name], steps=2, guidance_scale=4.0, frames=33, preset="diffusers")
     theirs = diffusers.HeliosPipeline.from_pretrained(checkpoint("helios-base"))
     reference = run_theirs(theirs, request, num_inference_steps=2, guidance_scale=4.0)
-    check_same(pipe, list(pipe.run(pipe.plan(request)).work()), reference)
+    check_same(pipe, list(pipe.make_executor(pipe.plan(request)).work()), reference)
 
 
-def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, runs):
-    model, request = pipeline(KIND).runtime.model, runs["text"][0].request
+def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, requests):
+    model = pipeline(KIND).runtime.model
+    planned = {name: pipeline(KIND).plan(requests[name]).request for name in ("text", "image", "video")}
+    request = planned["text"]
     chunk, video = model.spec.latent_shape(request), model.spec.decoded_shape(request)
     assert model.flops.step(chunk, branches=2) == 2 * model.flops.step(chunk, branches=1) > 0
     assert model.flops.decoder(video) == 3 * model.flops.decoder(chunk) > 0
-    of_text, of_image, of_video = (model.flops.encoder(runs[name][0].request, prompts=1) for name in runs)
+    of_text, of_image, of_video = (model.flops.encoder(each, prompts=1) for each in planned.values())
     assert of_video - of_text == 3 * (of_image - of_text) > 0
 
 
@@ -126,24 +131,24 @@ def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, runs):
         ("video", (13,)),
     ],
 )
-def test_a_run_resumes_bit_for_bit_within_a_chunk_and_between_two(name, steps, pipeline, runs):
+def test_a_run_resumes_bit_for_bit_within_a_chunk_and_between_two(name, steps, pipeline, run):
     pipe = pipeline(KIND)
-    plan, conditioning, results = runs[name]
+    plan, conditioning, results = run(name)
     states = [result.state for operation, result in results if isinstance(operation, Step)]
     frames = pixels(pipe, results)
     conditioning, _ = parse_value(Conditioning, dump_value(conditioning), "embeddings")
     for step in steps:
         saved, _ = parse_value(DenoiseState, dump_value(states[step - 1]), "a snapshot")
-        resumed = list(pipe.run(plan, conditioning=conditioning, state=saved).work())
+        resumed = list(pipe.make_executor(plan, conditioning=conditioning, state=saved).work())
         assert np.array_equal(pixels(pipe, resumed), frames)
 
 
-def test_videos_that_cant_be_continued_are_refused(requests, runs, pipeline, tmp_path):
+def test_videos_that_cant_be_continued_are_refused(requests, run, pipeline, tmp_path):
     pipe, source = pipeline(KIND), requests["video"].video
     for fields, field, message in (
-        ({"video": source, "strength": 0.5}, "strength", "without changing it; leave strength out"),
-        ({"strength": 1.0}, "strength", "without a video"),
-        ({"video": source, "image": requests["image"].image}, "video", "give one of them"),
+        ({"video": source, "strength": 0.5}, "strength", "strength"),
+        ({"strength": 1.0}, "strength", "video"),
+        ({"video": source, "image": requests["image"].image}, "video", "image"),
     ):
         with pytest.raises(InvalidRequest, match=message) as raised:
             pipe.plan(dataclasses.replace(REQUEST, **fields))
@@ -151,7 +156,7 @@ def test_videos_that_cant_be_continued_are_refused(requests, runs, pipeline, tmp
     short = Video(np.zeros((32, 16, 16, 3), np.float32), 24.0).save(tmp_path / "short.mp4")
     with pytest.raises(InvalidRequest, match=r"\b32 frames.*\b33\b"):
         pipe.generate(dataclasses.replace(REQUEST, video=short))
-    plan, conditioning, _ = runs["image"]
+    plan, conditioning, _ = run("image")
     with pytest.raises(InvalidInput, match="encoder"):
         pipe.initial_state(plan, conditioning=dataclasses.replace(conditioning, generator=None))
 

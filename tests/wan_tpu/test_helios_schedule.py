@@ -9,7 +9,7 @@ import torch
 from diffusers.pipelines.helios.pipeline_helios import calculate_shift
 from torch.nn.functional import interpolate
 
-from wan_tpu.families.helios.chunks import enlarge, list_segments, make_history, segment_shapes
+from wan_tpu.families.helios.chunks import enlarge, list_stages, make_history, stage_shapes
 from wan_tpu.families.helios.noise import draw_between, draw_first, square_factor
 from wan_tpu.families.helios.published import PyramidConfig
 from wan_tpu.families.helios.schedule import mixing_factors, stage_schedule
@@ -126,10 +126,10 @@ def test_enlarging_is_nearest_interpolation():
 
 def test_distilled_chunk_has_the_published_calls():
     pyramid, shape = PyramidConfig(dynamic=True, shift_type="linear", solver="dmd"), (1, 16, 9, 48, 80)
-    assert segment_shapes(shape, 3) == [(1, 16, 9, 12, 20), (1, 16, 9, 24, 40), shape]
+    assert stage_shapes(shape, 3) == [(1, 16, 9, 12, 20), (1, 16, 9, 24, 40), shape]
     for amplified, steps in ((True, [4, 4, 4]), (False, [2, 2, 2])):
-        segments = list_segments(pyramid, shape, PATCH, (2, 2, 2), amplified=amplified)
-        assert [segment.schedule.steps for segment in segments] == steps
+        stages = list_stages(pyramid, shape, PATCH, (2, 2, 2), amplified=amplified)
+        assert [stage.schedule.steps for stage in stages] == steps
 
 
 def test_history_ends_with_the_latest_frames_and_keeps_the_first():

@@ -7,7 +7,7 @@ import torch
 
 from tests.children import run_on_devices
 from tests.wan_tpu import helios_worker
-from wan_tpu.families.helios.chunks import LONG, MID, SHORT, make_history, segment_shapes
+from wan_tpu.families.helios.chunks import LONG, MID, SHORT, make_history, stage_shapes
 from wan_tpu.families.helios.small import make_checkpoint
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -59,7 +59,7 @@ def ours(folder):
     return helios_worker.make_predictor(folder, make_mesh((1, 1, 1), heads=helios_worker.HEADS))
 
 
-@pytest.mark.parametrize(("shape", "chunk"), [*((shape, SHAPE) for shape in segment_shapes(SHAPE, 3)), (ODD, ODD)])
+@pytest.mark.parametrize(("shape", "chunk"), [*((shape, SHAPE) for shape in stage_shapes(SHAPE, 3)), (ODD, ODD)])
 def test_velocity_is_that_of_diffusers_at_each_size(shape, chunk, theirs, ours):
     """The first chunk has a history of zeros; the third one's also holds frames of the first."""
     latents = draw_normal(*shape)
@@ -70,7 +70,7 @@ def test_velocity_is_that_of_diffusers_at_each_size(shape, chunk, theirs, ours):
 
 
 def test_each_part_of_the_history_changes_the_velocity(ours):
-    latents, history = draw_normal(*segment_shapes(SHAPE, 3)[0]), make_history(SHAPE, CHUNKS)
+    latents, history = draw_normal(*stage_shapes(SHAPE, 3)[0]), make_history(SHAPE, CHUNKS)
     before = ours(latents, TIME, history, TEXT)
     for name in history:
         changed = ours(latents, TIME, history | {name: -history[name]}, TEXT)
@@ -79,7 +79,7 @@ def test_each_part_of_the_history_changes_the_velocity(ours):
 
 def test_several_devices_compute_the_same(folder, theirs, tmp_path):
     """Of one branch, whose tokens lie on all devices: the last ones only have some of the history."""
-    latents, history = draw_normal(*segment_shapes(SHAPE, 3)[1]), make_history(SHAPE, CHUNKS)
+    latents, history = draw_normal(*stage_shapes(SHAPE, 3)[1]), make_history(SHAPE, CHUNKS)
     np.savez(tmp_path / "in.npz", latents=latents, time=TIME, text=TEXT[:1], **history)
     run_on_devices(helios_worker.__name__, folder, tmp_path / "in.npz", tmp_path / "out.npy", count=8)
     expected, velocities = theirs(latents, history)[:1], np.load(tmp_path / "out.npy")

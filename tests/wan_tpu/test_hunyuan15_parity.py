@@ -22,9 +22,9 @@ PROMPTS = {
     ("kind", "prompts"),
     [
         (KINDS[0], "quoted"),
-        *(pytest.param(KINDS[0], prompts, marks=pytest.mark.soak) for prompts in ("plain", "nothing")),
-        pytest.param(KINDS[1], "quoted", marks=pytest.mark.soak),
-        pytest.param(KINDS[2], "plain", marks=pytest.mark.long),
+        *(pytest.param(KINDS[0], prompts, marks=pytest.mark.thorough) for prompts in ("plain", "nothing")),
+        pytest.param(KINDS[1], "quoted", marks=pytest.mark.thorough),
+        pytest.param(KINDS[2], "plain", marks=pytest.mark.thorough),
     ],
 )
 def test_same_latents_and_pixels_as_diffusers(kind, prompts, checkpoint, pipeline):
@@ -57,6 +57,7 @@ def test_same_latents_and_pixels_as_diffusers(kind, prompts, checkpoint, pipelin
     assert np.abs(video.pixels - expected).max() <= PIXEL_TOLERANCE
 
 
+@pytest.mark.thorough
 def test_a_prompt_of_another_length_compiles_nothing(pipeline):
     pipe = pipeline(KINDS[0])
 
@@ -68,7 +69,7 @@ def test_a_prompt_of_another_length_compiles_nothing(pipeline):
     assert before == compile_s_after("a cat in the rain, " * 9, 'a "logo"') == compile_s_after("", "blurred") > 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param(KINDS[1], marks=pytest.mark.long), KINDS[2]])
+@pytest.mark.parametrize("kind", [pytest.param(KINDS[1], marks=pytest.mark.thorough), KINDS[2]])
 def test_a_run_goes_on_from_a_state_bit_for_bit(kind, pipeline):
     pipe = pipeline(kind)
     plan = pipe.plan(GenerationRequest(prompt="A cat", image=load_image(PHOTO), frames=9, steps=4))
@@ -78,7 +79,7 @@ def test_a_run_goes_on_from_a_state_bit_for_bit(kind, pipeline):
     assert np.array_equal(whole.latents, resumed.latents)
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_bfloat16_stays_within_its_bound(pipeline):
     """The bound of tests/wan_tpu/test_parity.py, of a flow with two layers."""
     guidance, blocks, latents = 6.0, 2, {}

@@ -37,7 +37,7 @@ COMPARED = ("480p-i2v", "720p-t2v", "480p-t2v-distilled", "480p-i2v-step-distill
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind.endswith(COMPARED) else pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS],
+    [kind if kind.endswith(COMPARED) else pytest.param(kind, marks=pytest.mark.thorough) for kind in KINDS],
     indirect=True,
 )
 def test_size_latents_timesteps_and_guidance_are_those_of_diffusers(folder):
@@ -136,9 +136,9 @@ def test_full_size(kind, tokens):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"frames": 120}, r"frames is 120; it must be 4n \+ 1, nearest 121"),
-        ({"solver": "unipc"}, "solver 'unipc' is unknown; choose one of euler"),
-        ({"guidance_scale_2": 3.0}, "guidance_scale_2 is 3; hunyuanvideo1.5-480p-t2v doesn't use it: leave it out"),
+        ({"frames": 120}, r"frames.*\b120\b.*4n \+ 1\b.*\b121\b"),
+        ({"solver": "unipc"}, "solver 'unipc'.*euler"),
+        ({"guidance_scale_2": 3.0}, r"guidance_scale_2.*\b3\b.*hunyuanvideo1.5-480p-t2v"),
     ],
 )
 def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message):
@@ -149,12 +149,12 @@ def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message
 @pytest.mark.parametrize(
     ("file", "changed", "message"),
     [
-        ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guider guidance_rescale 0.7; supported: 0.0"),
-        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting True; supported: "),
-        ("transformer/config.json", {"in_channels": 4}, "takes 4 channels; with latents of 4 it must take 9"),
-        ("transformer/config.json", {"task_type": "v2v"}, "task_type 'v2v'; supported: t2v and i2v"),
-        ("vae/config.json", {"spatial_compression_ratio": 8}, "spatial_compression_ratio 8; supported: 16"),
-        ("model_index.json", {"guider": ["diffusers", "SkipLayerGuidance"]}, "guider SkipLayerGuidance; supported: "),
+        ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guider guidance_rescale 0.7.*0.0"),
+        ("scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting True"),
+        ("transformer/config.json", {"in_channels": 4}, r"\b4\b.*\b4\b.*\b9\b"),
+        ("transformer/config.json", {"task_type": "v2v"}, "task_type 'v2v'.*t2v.*i2v"),
+        ("vae/config.json", {"spatial_compression_ratio": 8}, r"spatial_compression_ratio 8\b.*\b16\b"),
+        ("model_index.json", {"guider": ["diffusers", "SkipLayerGuidance"]}, "guider SkipLayerGuidance"),
     ],
 )
 def test_a_checkpoint_that_diffusers_would_run_otherwise_is_refused(file, changed, message, tmp_path):

@@ -127,7 +127,7 @@ def test_each_branch_is_predicted_as_diffusers_does(folder):
 @pytest.mark.meshes
 @pytest.mark.long
 @pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
-@pytest.mark.parametrize("precisions", ["float32", pytest.param("float32,int8", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("precisions", ["float32", pytest.param("float32,int8", marks=pytest.mark.thorough)])
 def test_eight_devices_predict_what_one_does(precisions, folder, tmp_path):
     latents, encodings = inputs()
     file, out = tmp_path / "inputs.npz", tmp_path / "predictions.npz"

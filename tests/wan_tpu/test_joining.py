@@ -67,7 +67,7 @@ ONE_TONE = [(440, None, None), (None, 880, None), (None, None, 660)]
 
 SOME_TONES = [
     ONE_TONE[0],
-    pytest.param(ONE_TONE[1], marks=pytest.mark.soak),
+    pytest.param(ONE_TONE[1], marks=pytest.mark.thorough),
     pytest.param(ONE_TONE[2], marks=pytest.mark.long),
 ]
 
@@ -165,9 +165,10 @@ def test_a_disk_that_takes_no_files_isn_t_the_video_s_fault(tmp_path, monkeypatc
 
 def test_a_frame_is_found_by_its_number(tmp_path):
     source = write(tmp_path / "a.mp4", 9, pitch=440)
-    expected = np.asarray(read_frames(source, 9)[-1])
+    frames = np.stack([np.asarray(frame, int) for frame in read_frames(source, 9)])
     for video in (source, VideoContent(source.read_bytes())):
-        assert np.array_equal(np.asarray(read_frame(video, 8)), expected)
+        differences = np.abs(frames - np.asarray(read_frame(video, 8))).mean((1, 2, 3))
+        assert differences[8] < np.delete(differences, 8).min() / 2
         with pytest.raises(InvalidRequest):
             read_frame(video, 9)
 

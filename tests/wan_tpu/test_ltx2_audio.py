@@ -78,10 +78,13 @@ def load(folder, component, dtype="float32"):
     return load_component(checkpoint, component(read_config(checkpoint)), dtype, mesh)
 
 
+COMPONENTS = functools.partial(audio.audio_half, dropped="encoder"), audio.vocoder
+
+
 @pytest.fixture(scope="module")
 def decoders(folder):
     """Returns the two components in float32, each with its jitted function of weights and an input."""
-    parts = (audio.audio_decoder, audio.decode_mel), (audio.vocoder, audio.vocode)
+    parts = zip(COMPONENTS, (audio.decode_mel, audio.vocode), strict=True)
     loaded = [(load(folder, component), function) for component, function in parts]
     return [(part.params, jax.jit(functools.partial(function, part.module))) for part, function in loaded]
 
@@ -114,7 +117,7 @@ def test_pipeline_decodes_the_sound_of_a_state(folder, latents, theirs):
 
 
 def test_request_in_bfloat16_has_its_sound_in_float32(folder, decoders):
-    for component, (params, _) in zip((audio.audio_decoder, audio.vocoder), decoders, strict=True):
+    for component, (params, _) in zip(COMPONENTS, decoders, strict=True):
         weights = load(folder, component, "bfloat16").params
         assert {value.dtype.name for value in weights.values()} == {"float32"}
         assert not [name for name in weights if name.startswith("encoder.")]
@@ -178,7 +181,7 @@ def test_parts_of_a_spectrogram_give_parts_of_the_samples(folder, theirs):
     assert relative(joined[: len(whole)], whole) < 1e-4
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_devices_share_the_samples(folders, tmp_path):
     mel = torch.randn(1, 2, 201, 16, generator=torch.Generator().manual_seed(4))
     np.save(tmp_path / "mel.npy", mel.numpy())
@@ -193,7 +196,9 @@ def test_devices_share_the_samples(folders, tmp_path):
         assert result[f"{kind} computed"] < 0.8 * 201
 
 
-@pytest.mark.parametrize(("kind", "per_frame"), [pytest.param("ltx-2", 240, marks=pytest.mark.soak), ("ltx-2.3", 480)])
+@pytest.mark.parametrize(
+    ("kind", "per_frame"), [pytest.param("ltx-2", 240, marks=pytest.mark.thorough), ("ltx-2.3", 480)]
+)
 def test_published_sound_lasts_as_long_as_its_latents(kind, per_frame):
     """126 latents, of 121 frames a second at 24: 501 mel frames of 480 samples at 48 kHz, or 240 at 24 kHz."""
     mesh = make_mesh((1, 1, 1), heads=4)
@@ -204,7 +209,7 @@ def test_published_sound_lasts_as_long_as_its_latents(kind, per_frame):
 
 
 @pytest.mark.parametrize(
-    ("kind", "operations"), [pytest.param("ltx-2", 1.004e12, marks=pytest.mark.soak), ("ltx-2.3", 1.437e12)]
+    ("kind", "operations"), [pytest.param("ltx-2", 1.004e12, marks=pytest.mark.thorough), ("ltx-2.3", 1.437e12)]
 )
 def test_operations_are_counted(kind, operations):
     """Within a hundredth of the sum that diffusers' modules have: 0.31 and 1.13 TFLOP for five seconds."""
@@ -214,24 +219,24 @@ def test_operations_are_counted(kind, operations):
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [
-        ("ltx-2.3", {"act_fn": "snake"}, "act_fn 'snake' with antialias True; supported: 'snakebeta' with"),
-        ("ltx-2.3", {"bwe_antialias": False}, "bwe_act_fn 'snakebeta' with bwe_antialias False"),
-        ("ltx-2", {"upsample_kernel_sizes": [16, 15, 8, 4, 5]}, "upsampling by 2 with 5 taps; supported: as many"),
-        ("ltx-2.3", {"antialias_ratio": 3}, "antialias_ratio 3; supported: 2"),
-        ("ltx-2.3", {"window_length": 400}, "filter_length 512 and window_length 400; supported: equal lengths"),
+        ("ltx-2.3", {"act_fn": "snake"}, "act_fn 'snake'.*True.*'snakebeta'"),
+        ("ltx-2.3", {"bwe_antialias": False}, "bwe_act_fn 'snakebeta'.*bwe_antialias False"),
+        ("ltx-2", {"upsample_kernel_sizes": [16, 15, 8, 4, 5]}, r"\b2\b.*\b5\b"),
+        ("ltx-2.3", {"antialias_ratio": 3}, r"antialias_ratio 3\b.*\b2\b"),
+        ("ltx-2.3", {"window_length": 400}, r"filter_length 512\b.*window_length 400\b"),
         (
             "ltx-2.3",
             {"hop_length": 96},
-            "hop_length 96 and rates 16000 and 48000; each mel frame must be a whole number",
+            r"hop_length 96\b.*16000.*48000",
         ),
-        ("ltx-2.3", {"hop_length": 160}, "bwe_upsample_factors .*; their product must be 480, the samples of a hop"),
-        ("ltx-2.3", {"resnet_dilations": [[1], [1, 3], [1, 3]]}, "resnet_dilations .*; supported: the same number"),
+        ("ltx-2.3", {"hop_length": 160}, r"bwe_upsample_factors.*\b480\b"),
+        ("ltx-2.3", {"resnet_dilations": [[1], [1, 3], [1, 3]]}, "resnet_dilations"),
         (
             "ltx-2.3",
             {"bwe_resnet_kernel_sizes": [3, 7, 8]},
-            r"bwe_resnet_kernel_sizes \[3, 7, 8\]; .* odd kernel sizes",
+            r"bwe_resnet_kernel_sizes \[3, 7, 8\]",
         ),
-        ("ltx-2", {"final_act_fn": "sine"}, "final_act_fn 'sine'; supported: tanh, clamp and null"),
+        ("ltx-2", {"final_act_fn": "sine"}, "final_act_fn 'sine'.*tanh.*clamp.*null"),
     ],
 )
 def test_vocoder_that_would_be_computed_otherwise_is_refused(kind, changed, message):

@@ -57,7 +57,7 @@ def test_generate_writes_a_video_with_sound(video_file):
     assert all(stage["tflops_per_s"] > 0 for stage in record["stages"])
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_stages_with_files_between_them_make_the_same_video(video_file, model, tmp_path):
     """Also where the first of two denoising stages ends, and the second begins from its file."""
     where = ["--input_dir", str(tmp_path)]
@@ -73,7 +73,7 @@ def test_stages_with_files_between_them_make_the_same_video(video_file, model, t
     assert (tmp_path / "video.mp4").read_bytes() == video_file.read_bytes()
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_batch_makes_videos_with_sound_and_without(video_file, model, tmp_path):
     fields = {"prompt": "A cat purrs", "image": str(PHOTO), "height": 64, "width": 128, "frames": 9, "seed": 3}
     lines = [fields | {"id": "sound"}, fields | {"id": "silent", "generate_audio": False}]

@@ -77,10 +77,12 @@ def assert_close(ours, theirs, tolerance):
     ("kind", "prompts", "has_image"),
     [
         ("ltx-2.3", "plain", False),
-        pytest.param("ltx-2.3", "nothing", True, marks=pytest.mark.soak),
-        pytest.param("ltx-2.3", "long", False, marks=pytest.mark.soak),
-        pytest.param("ltx-2", "plain", True, marks=pytest.mark.long),
-        pytest.param("ltx-2.3-distilled", "plain", False, marks=pytest.mark.long),
+        pytest.param("ltx-2.3", "nothing", True, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3", "long", False, marks=pytest.mark.thorough),
+        pytest.param("ltx-2", "plain", True, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3-distilled", "plain", False, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.5-distilled", "plain", True, marks=pytest.mark.long),
+        pytest.param("ltx-2.5", "plain", False, marks=pytest.mark.thorough),
     ],
 )
 def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, folders, pipelines):
@@ -117,7 +119,7 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
     assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
 
 
-@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
@@ -152,8 +154,7 @@ def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders,
     assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
@@ -188,11 +189,13 @@ def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(
     assert_close(last.audio, seen[-1][1], LATENT_TOLERANCE)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("preset", [None, pytest.param("diffusers", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("preset", [None, pytest.param("diffusers", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("kind", "stop"),
-    [("ltx-2.3", 1), ("ltx-2.3-distilled", 8), pytest.param("ltx-2.3-distilled", 9, marks=pytest.mark.soak)],
+    [
+        ("ltx-2.3-distilled", 8),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("ltx-2.3", 1), ("ltx-2.3-distilled", 9))),
+    ],
 )
 def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
     pipe = pipelines(kind)
@@ -208,7 +211,6 @@ def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
     assert np.array_equal(whole.latents, resumed.latents) and np.array_equal(whole.audio, resumed.audio)
 
 
-@pytest.mark.long
 def test_bfloat16_stays_within_its_bound(pipelines):
     """The bound of tests/wan_tpu/test_parity.py, with the sum of all scales that push in place of 2 g - 1."""
     blocks, states = 3, {}
@@ -233,7 +235,7 @@ def test_sound_can_be_left_out(pipelines):
     assert np.array_equal(with_sound.pixels, without.pixels)
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_second_stage_with_adapters_reads_the_transformer_once(folders, tmp_path, monkeypatch):
     """On the command line weights aren't kept: adapters are merged in place, and both stages use what was merged."""
     weights = {

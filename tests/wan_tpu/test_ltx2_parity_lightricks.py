@@ -9,11 +9,12 @@ import torch
 from diffusers.pipelines.ltx2.utils import DEFAULT_NEGATIVE_PROMPT
 from PIL import Image
 
-from scripts.published.ltx_rules import Lightricks, noise_levels
+from scripts.published.ltx_rules import Lightricks, make_adapter, noise_levels
 from tests.conftest import PHOTO
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import published_spec
 from wan_tpu.families.ltx2.image import fit_as_lightricks
+from wan_tpu.families.ltx2.published import NEGATIVE_PROMPT_25, TWO_STAGES
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.families.model import open_model
 from wan_tpu.media.image import load_image
@@ -48,24 +49,28 @@ def assert_close(state, expected):
 @pytest.mark.parametrize(
     ("kind", "has_image"),
     [
-        pytest.param("ltx-2", False, marks=pytest.mark.soak),
-        pytest.param("ltx-2", True, marks=pytest.mark.long),
-        pytest.param("ltx-2.3", False, marks=pytest.mark.soak),
-        pytest.param("ltx-2.3", True, marks=pytest.mark.long),
+        pytest.param("ltx-2", False, marks=pytest.mark.thorough),
+        pytest.param("ltx-2", True, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3", False, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3", True, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.5", True, marks=pytest.mark.long),
     ],
 )
 def test_guided_models_make_what_lightricks_makes(kind, has_image, folders):
     image = load_image(PHOTO) if has_image else None
-    expected = Lightricks(folders(kind)).make_in_one_stage(PROMPT, DEFAULT_NEGATIVE_PROMPT, STEPS, SEED, SIZE, image)
+    negative = NEGATIVE_PROMPT_25 if kind == "ltx-2.5" else DEFAULT_NEGATIVE_PROMPT
+    expected = Lightricks(folders(kind)).make_in_one_stage(PROMPT, negative, STEPS, SEED, SIZE, image)
     assert_close(make_ours(folders(kind), image=image, steps=STEPS)[-1], expected)
 
 
 @pytest.mark.parametrize(
     ("kind", "has_image"),
     [
-        pytest.param("ltx-2-distilled", True, marks=pytest.mark.soak),
-        pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.soak),
+        pytest.param("ltx-2-distilled", True, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.thorough),
         ("ltx-2.3-distilled", True),
+        pytest.param("ltx-2.5-distilled", False, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.5-distilled", True, marks=pytest.mark.thorough),
     ],
 )
 def test_both_stages_of_distilled_models_make_what_lightricks_makes(kind, has_image, folders):
@@ -73,6 +78,28 @@ def test_both_stages_of_distilled_models_make_what_lightricks_makes(kind, has_im
     first, second = Lightricks(folders(kind)).make_in_two_stages(PROMPT, SEED, SIZE, image)
     states = make_ours(folders(kind), image=image)
     assert_close(states[7], first)
+    assert_close(states[-1], second)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_image"),
+    [
+        pytest.param("ltx-2", False, marks=pytest.mark.thorough),
+        pytest.param("ltx-2", True, marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3", False, marks=pytest.mark.thorough),
+        ("ltx-2.3", True),
+        pytest.param("ltx-2.5", True, marks=pytest.mark.thorough),
+    ],
+)
+def test_second_stage_after_guidance_makes_what_lightricks_makes_with_an_adapter(kind, has_image, folders, tmp_path):
+    image = load_image(PHOTO) if has_image else None
+    negative = NEGATIVE_PROMPT_25 if kind == "ltx-2.5" else DEFAULT_NEGATIVE_PROMPT
+    adapter = make_adapter(folders(kind), tmp_path / "distilled.safetensors")
+    reference = Lightricks(folders(kind))
+    first, second = reference.make_and_refine(PROMPT, negative, STEPS, SEED, SIZE, adapter, image)
+    loras = [f"{adapter}@refine"]
+    states = make_ours(folders(kind), image=image, preset=TWO_STAGES, steps=STEPS + 3, loras=loras)
+    assert_close(states[STEPS - 1], first)
     assert_close(states[-1], second)
 
 
@@ -110,6 +137,8 @@ def test_middle_of_an_image_is_interpolated_as_torch_does_it(picture, size):
         ("ltx-2.3", True, set()),
         ("ltx-2.3-distilled", False, set()),
         ("ltx-2.3-distilled", True, {"encoder", "refine"}),
+        ("ltx-2.5", False, set()),
+        ("ltx-2.5-distilled", False, {"denoise", "refine"}),
     ],
 )
 def test_programs_have_other_names_where_they_are_not_those_of_diffusers(kind, has_image, differing):

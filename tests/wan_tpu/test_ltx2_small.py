@@ -12,7 +12,15 @@ from wan_tpu.families.ltx2.small import make_checkpoint
 SECONDS = 9 / 24
 
 
-@pytest.fixture(scope="module", params=PUBLISHED)
+def _is_later(kind):
+    """Return whether a kind is later than LTX-2.0."""
+    return PUBLISHED[kind].transformer["cross_attn_mod"]
+
+
+KINDS = [pytest.param(kind, marks=pytest.mark.thorough) if kind == "ltx-2.5" else kind for kind in PUBLISHED]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def checkpoint(request, tmp_path_factory):
     """Returns a kind, its small checkpoint's folder and diffusers' pipeline."""
     folder = make_checkpoint(tmp_path_factory.mktemp("ltx2") / request.param, request.param)
@@ -26,10 +34,10 @@ WITHOUT_STG = {"stg_scale": 0.0, "audio_stg_scale": 0.0}
 
 
 def generate(kind, pipeline, prompt, **arguments):
-    settings = WITHOUT_STG | {"use_cross_timestep": "2.3" in kind}
+    settings = WITHOUT_STG | {"use_cross_timestep": _is_later(kind)}
     if PUBLISHED[kind].distilled:
         settings |= UNGUIDED
-    elif "2.3" in kind:
+    elif _is_later(kind):
         settings |= {"stg_scale": 1.0, "audio_stg_scale": 1.0, "spatio_temporal_guidance_blocks": [1]}
     settings |= {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2, "output_type": "np"}
     generator = torch.Generator().manual_seed(7)
@@ -41,7 +49,7 @@ def test_diffusers_makes_a_video_with_sound(checkpoint):
     video, sound = generate(kind, pipeline, "A cat looks")
     sound = sound.numpy()
     rate = pipeline.vocoder.config.output_sampling_rate
-    assert rate == (48000 if "2.3" in kind else 24000)
+    assert rate == (48000 if _is_later(kind) else 24000)
     assert video.shape == (1, 9, 64, 96, 3)
     # The mel spectrogram has 100 frames a second; its decoder makes 4 a latent, less 3.
     assert sound.shape == (1, 2, (4 * round(SECONDS * 25) - 3) * rate // 100)
@@ -83,11 +91,8 @@ def test_sizes_differ_where_published_ones_do(checkpoint):
     assert set(pipeline.text_encoder.config.text_config.layer_types) == {"sliding_attention", "full_attention"}
 
 
-def test_latents_of_a_distilled_model_double(checkpoint):
-    kind, folder, pipeline = checkpoint
-    if not PUBLISHED[kind].distilled:
-        assert not (folder / "latent_upsampler").exists()
-        return
+def test_latents_double(checkpoint):
+    _, folder, pipeline = checkpoint
     upsampler = LTX2LatentUpsamplerModel.from_pretrained(folder, subfolder="latent_upsampler")
     doubling = LTX2LatentUpsamplePipeline(vae=pipeline.vae, latent_upsampler=upsampler)
     latents = torch.randn(1, 16, 2, 2, 3, generator=torch.Generator().manual_seed(0))

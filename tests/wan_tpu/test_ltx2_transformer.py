@@ -13,7 +13,9 @@ from wan_tpu.runtime.mesh import make_mesh
 
 GRID, SOUND, TEXT = (3, 2, 5), 11, 12
 TIME = 640.5
-KINDS = ["ltx-2.3", "ltx-2"]
+# How many latent frames, and latents of the sound, have no noise, some, and again none.
+KNOWN = {"nothing": {}, "image": {"frames": [1, 2]}, "ends": {"frames": [1, 1, 1], "sounds": [3, 6, 2]}}
+KINDS = ["ltx-2.3", "ltx-2", "ltx-2.5"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -28,7 +30,8 @@ def theirs(folder):
     return module.eval().requires_grad_(False)
 
 
-def draw_inputs(config, *, has_image, cross_timestep=True):
+def draw_inputs(config, *, known, cross_timestep=True):
+    """Return inputs where nothing is known, an image, or the beginning and the end of both video and sound."""
     rng = np.random.default_rng(0)
 
     def draw_normal(*shape):
@@ -37,26 +40,39 @@ def draw_inputs(config, *, has_image, cross_timestep=True):
     text = (config.caption_channels,) * 2
     if not config.use_prompt_embeddings:
         text = config.cross_attention_dim, config.audio_cross_attention_dim
-    times = np.float32([0, TIME] if has_image else [TIME])
-    return {
-        "video": draw_normal(1, config.in_channels, *GRID),
-        "audio": draw_normal(SOUND, config.audio_in_channels),
-        "text": draw_normal(2, TEXT, text[0]),
-        "audio_text": draw_normal(2, TEXT, text[1]),
-        "times": times,
-        # LTX-2.0 in diffusers is the only one where an image's tokens attend to the sound as those of an image.
-        "cross_times": np.full_like(times, TIME) if cross_timestep else times,
-    }
+    # The first latent frame is marked in LTX-2.5, unless diffusers' pipelines are followed.
+    marker = {"marker": np.float32(known != "nothing")} if config.use_keyframes_abs_pos_embedding else {}
+    times = {part: np.float32([0, TIME, 0][: len(counts)]) for part, counts in KNOWN[known].items()}
+    names = {"frames": "video", "sounds": "audio"}
+    own = {f"{names[part]} times": values for part, values in times.items()}
+    if not cross_timestep:
+        own |= {f"cross_{names[part]} times": values for part, values in times.items()}
+    return (
+        marker
+        | own
+        | KNOWN[known]
+        | {
+            "video": draw_normal(1, config.in_channels, *GRID),
+            "audio": draw_normal(SOUND, config.audio_in_channels),
+            "text": draw_normal(2, TEXT, text[0]),
+            "audio_text": draw_normal(2, TEXT, text[1]),
+            "time": np.float32([TIME]),
+        }
+    )
 
 
 @torch.no_grad()
 def predict_theirs(theirs, inputs, *, cross_timestep=True):
     """Return what diffusers' pipelines compute: the prompt's, the negative prompt's, perturbed, isolated."""
     video = torch.from_numpy(inputs["video"])[0].flatten(1).T[None]
-    times = torch.full((1, video.shape[1]), TIME)
-    if len(inputs["times"]) > 1:
-        times[:, : GRID[1] * GRID[2]] = 0
-    time, results = torch.tensor([TIME]), []
+    time = torch.tensor([TIME])
+    times = {"video times": time, "audio times": time}
+    for part, name, tokens in (("frames", "video times", GRID[1] * GRID[2]), ("sounds", "audio times", 1)):
+        if part in inputs:
+            times[name] = torch.tensor(np.repeat(inputs[name], tokens * np.array(inputs[part])))[None]
+    marked = torch.zeros(1, video.shape[1], 1)
+    marked[:, : GRID[1] * GRID[2]] = float(inputs.get("marker", 0))
+    results = []
     for index, options in (
         (0, {}),
         (1, {}),
@@ -70,8 +86,8 @@ def predict_theirs(theirs, inputs, *, cross_timestep=True):
                 audio_hidden_states=torch.from_numpy(inputs["audio"])[None],
                 encoder_hidden_states=torch.from_numpy(inputs["text"][index : index + 1]),
                 audio_encoder_hidden_states=torch.from_numpy(inputs["audio_text"][index : index + 1]),
-                timestep=times if len(inputs["times"]) > 1 else time,
-                audio_timestep=time,
+                timestep=times["video times"],
+                audio_timestep=times["audio times"],
                 sigma=time,
                 encoder_attention_mask=mask,
                 audio_encoder_attention_mask=mask,
@@ -81,6 +97,7 @@ def predict_theirs(theirs, inputs, *, cross_timestep=True):
                 fps=ltx2_worker.FPS,
                 audio_num_frames=SOUND,
                 use_cross_timestep=cross_timestep,
+                video_keyframes_mask=marked,
                 return_dict=False,
                 **options,
             )
@@ -93,12 +110,18 @@ def difference(ours, expected):
 
 
 @pytest.mark.parametrize(
-    ("has_image", "cross_timestep"),
-    [(False, True), (True, True), pytest.param(True, False, marks=pytest.mark.soak)],
-    ids=["text", "image", "image alone"],
+    ("known", "cross_timestep"),
+    [
+        ("nothing", True),
+        ("image", True),
+        # LTX-2.0 in diffusers is the only one where known tokens attend to the other stream as such.
+        pytest.param("image", False, marks=pytest.mark.thorough),
+        ("ends", True),
+        pytest.param("ends", False, marks=pytest.mark.thorough),
+    ],
 )
-def test_every_evaluation_is_that_of_diffusers(has_image, cross_timestep, folder, theirs):
-    inputs = draw_inputs(theirs.config, has_image=has_image, cross_timestep=cross_timestep)
+def test_every_evaluation_is_that_of_diffusers(known, cross_timestep, folder, theirs):
+    inputs = draw_inputs(theirs.config, known=known, cross_timestep=cross_timestep)
     mesh = make_mesh((1, 1, 1), heads=4, devices=jax.devices()[:1])
     with jax.default_matmul_precision("highest"):
         ours = ltx2_worker.predict(folder, mesh, inputs)
@@ -113,7 +136,7 @@ def test_every_evaluation_is_that_of_diffusers(has_image, cross_timestep, folder
 @pytest.mark.long
 @pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
 def test_eight_devices_give_what_one_gives(folder, theirs, tmp_path):
-    inputs = draw_inputs(theirs.config, has_image=True)
+    inputs = draw_inputs(theirs.config, known="ends")
     np.savez(tmp_path / "inputs.npz", **inputs)
     run_on_devices("tests.wan_tpu.ltx2_worker", folder, tmp_path / "inputs.npz", tmp_path / "out.npz", count=8)
     predictions = dict(np.load(tmp_path / "out.npz"))

@@ -81,7 +81,7 @@ def assert_close(ours, expected, tolerance=1e-4):
     assert np.abs(ours - expected).max() <= tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("frames", [pytest.param(1, marks=pytest.mark.soak), FRAMES])
+@pytest.mark.parametrize("frames", [pytest.param(1, marks=pytest.mark.thorough), FRAMES])
 def test_latents_are_decoded_as_diffusers_does(frames, theirs, folder, mesh):
     latents = random(1, 16, frames, HEIGHT, WIDTH)
     expected = decode(theirs, latents)
@@ -89,7 +89,7 @@ def test_latents_are_decoded_as_diffusers_does(frames, theirs, folder, mesh):
     assert_close(make_decode(folder, mesh)(latents), expected)
 
 
-@pytest.mark.parametrize("frames", [pytest.param(1, marks=pytest.mark.soak), 17])
+@pytest.mark.parametrize("frames", [pytest.param(1, marks=pytest.mark.thorough), 17])
 def test_pixels_are_encoded_as_diffusers_does(frames, theirs, folder, mesh):
     pixels = random(1, 3, frames, 32 * HEIGHT, 32 * WIDTH)
     assert_close(make_encode(folder, mesh)(cut(pixels, vae.FRAME_STRIDE)), encode(theirs, pixels))
@@ -141,7 +141,7 @@ def test_the_last_latent_frame_moves_the_first_pixels(folder, mesh):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "mesh"),
-    [(5, (2, 2, 2)), *(pytest.param(width, (1, 2, 1), marks=pytest.mark.soak) for width in (5, 4, 3))],
+    [(5, (2, 2, 2)), *(pytest.param(width, (1, 2, 1), marks=pytest.mark.thorough) for width in (5, 4, 3))],
 )
 def test_several_devices_give_what_diffusers_does(width, mesh, theirs, their_upsampler, folder, tmp_path):
     """A column on five of eight devices and none on three; two devices with 3 and 2, 2 and 1, and 2 columns each."""
@@ -161,12 +161,12 @@ CONFIG = PUBLISHED["ltx-2.3-distilled"]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"timestep_conditioning": True}, "timestep_conditioning = True; supported: False"),
+        ({"timestep_conditioning": True}, "timestep_conditioning = True.*False"),
         ({"decoder_causal": True}, "decoder_causal = True"),
         ({"decoder_inject_noise": [False, True, False, False, False]}, "decoder_inject_noise"),
-        ({"downsample_type": ["conv"] * 4}, "supported: spatial, temporal, spatiotemporal"),
+        ({"downsample_type": ["conv"] * 4}, "spatial.*temporal.*spatiotemporal"),
         ({"spatio_temporal_scaling": [True, True, True, False]}, "spatio_temporal_scaling"),
-        ({"encoder_spatial_padding_mode": "circular"}, "supported: zeros, replicate, reflect"),
+        ({"encoder_spatial_padding_mode": "circular"}, "zeros.*replicate.*reflect"),
     ],
 )
 def test_a_vae_that_no_model_has_is_refused(change, message):
@@ -183,8 +183,8 @@ def test_a_decoder_that_changes_channels_before_it_enlarges_is_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (None, "no folder latent_upsampler"),
-        ({"temporal_upsample": True}, "temporal_upsample = True; supported: False"),
+        (None, "latent_upsampler"),
+        ({"temporal_upsample": True}, "temporal_upsample = True.*False"),
         ({"use_rational_resampler": True, "rational_spatial_scale": 1.5}, "rational_spatial_scale = 1.5"),
     ],
 )

@@ -20,7 +20,7 @@ from wan_tpu.tiny import make_checkpoint
 
 @pytest.mark.meshes
 @pytest.mark.long
-@pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.thorough)])
 def test_several_devices_give_the_latents_of_one(count, tmp_path):
     experts = {"num_attention_heads": count // 2, "attention_head_dim": 256 // count}
     folder = make_checkpoint(tmp_path / "checkpoint", "wan2.2-i2v-a14b", transformer=experts)
@@ -49,13 +49,14 @@ BILLIONS = {
     "hunyuanvideo1.5-720p-i2v": (8.33, 6.6),  # of Qwen's 7.07 without the last two layers and the table of outputs
     "ltx-2": (18.88, 11.77),
     "ltx-2.3-distilled": (18.99, 11.77),
+    "ltx-2.5-distilled": (18.92, 11.91),
     "minimax-h3": (33.1, 25.2),
 }
 LIKE_OTHERS = ("wan2.1-t2v-14b", "wan2.2-i2v-a14b", "ltx-2")  # Architectures that others have, with other sizes.
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.soak) if kind in LIKE_OTHERS else kind for kind in BILLIONS]
+    "kind", [pytest.param(kind, marks=pytest.mark.thorough) if kind in LIKE_OTHERS else kind for kind in BILLIONS]
 )
 def test_every_weight_of_the_published_models_matches_one_rule(kind):
     """abstract_component refuses a weight that matches none or several."""
@@ -76,7 +77,7 @@ def test_every_weight_of_the_published_models_matches_one_rule(kind):
         "wan2.1-i2v-14b-480p",
         pytest.param("minimax-h3", marks=pytest.mark.long),
         *(
-            pytest.param(kind, marks=pytest.mark.soak)
+            pytest.param(kind, marks=pytest.mark.thorough)
             for kind in ("cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled")
         ),
     ],

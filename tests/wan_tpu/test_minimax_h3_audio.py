@@ -127,7 +127,7 @@ def test_every_weight_matters(ours):
         assert not np.array_equal(samples, decode(other, draw_rows())), name
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_devices_share_the_sound(folder, decode_theirs, tmp_path):
     """A long one in parts of a channel, a short one by channel."""
     rows = {"long": draw_rows(201), "short": draw_rows()}

@@ -45,7 +45,7 @@ def read(path):
     return np.stack(frames), np.concatenate(blocks, axis=1) if blocks else None, dict(streams), rates
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_generate_writes_a_video_with_sound(video_file):
     frames, sound, seconds, rates = read(video_file)
     assert frames.shape == (124, 32, 64, 3) and rates == [32000]
@@ -60,7 +60,7 @@ def test_generate_writes_a_video_with_sound(video_file):
     assert all(stage["tflops_per_s"] > 0 for stage in record["stages"])
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_stages_with_files_between_them_make_the_same_video(video_file, model, tmp_path):
     where = ["--input_dir", str(tmp_path), "--dp", "1"]
     assert cli.run(staged.encode, [*model, "--prompt", PROMPT, *IMAGES, *SETTINGS, "--output_dir", str(tmp_path)]) == 0
@@ -70,7 +70,7 @@ def test_stages_with_files_between_them_make_the_same_video(video_file, model, t
     assert (tmp_path / "video.mp4").read_bytes() == video_file.read_bytes()
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_batch_makes_videos_of_both_images_of_one_and_of_none(video_file, model, tmp_path):
     fields = {"prompt": PROMPT, "height": 32, "width": 64, "steps": 2, "seed": 3}
     lines = [

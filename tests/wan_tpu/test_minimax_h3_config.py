@@ -29,6 +29,7 @@ from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.model import open_model, published_model
 from wan_tpu.families.shared import t5
 from wan_tpu.plan import AUDIO, VIDEO
+from wan_tpu.reference import Reference
 from wan_tpu.runtime.mesh import make_mesh
 
 MODEL = PUBLISHED["minimax-h3"]
@@ -260,11 +261,16 @@ def test_sparse_attention_has_a_step_of_its_own_with_fewer_operations():
     assert operations[1] - operations[0] == int(0.85 * attention)
 
 
-def test_turbo_of_eight_steps_is_the_shifted_grid():
-    plans = [
-        SPEC.plan(GenerationRequest(prompt="a cat", **fields)).request
-        for fields in ({"preset": "turbo-8"}, {"steps": 8, "shift": 6.0})
-    ]
+@pytest.mark.parametrize(
+    ("preset", "grid"),
+    [
+        ({"preset": "turbo-8"}, {"steps": 8, "shift": 6.0}),
+        ({"preset": "turbo-8-references", "references": [Reference("image", None, 64, 64)]}, {"steps": 8}),
+        ({"preset": "turbo-4-references", "references": [Reference("image", None, 64, 64)]}, {"steps": 4}),
+    ],
+)
+def test_turbo_is_the_shifted_grid(preset, grid):
+    plans = [SPEC.plan(GenerationRequest(prompt="a cat", **fields)).request for fields in (preset, grid)]
     preset, grid = (SPEC.schedules(request) for request in plans)
     for part in (VIDEO, AUDIO):
         assert preset[part].timesteps == pytest.approx(grid[part].timesteps, abs=1e-6)

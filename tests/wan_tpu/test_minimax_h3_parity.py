@@ -8,14 +8,16 @@ import pytest
 import torch
 from diffusers.models.transformers import transformer_minimax_h3
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests.wan_tpu import adapter_files as files
-from tests.wan_tpu.minimax_h3_reference import Reference, attend_sparsely, relative
+from tests.wan_tpu.minimax_h3_reference import Reference, attend_sparsely, attend_to_tiles, relative
 from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
 from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.families import open_spec, published_spec
-from wan_tpu.families.minimax_h3 import sampling
+from wan_tpu.families.minimax_h3 import components, sampling
+from wan_tpu.families.minimax_h3.fasth3 import FastH3
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
 
@@ -43,7 +45,7 @@ def draw_picture(seed):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 96, 3), np.uint8))
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pipe):
     """It comes first, because later tests would compile what it expects to be compiled."""
     fields = {"prompt": "A dog.", "steps": 1, **SIZE}
@@ -64,13 +66,13 @@ def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pip
     ("prompt", "images"),
     [
         ("A cat plays the piano.", {}),
-        pytest.param("猫 " * 40, {}, marks=pytest.mark.soak),
-        pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.soak),
-        pytest.param("", {"image": 0}, marks=pytest.mark.soak),
-        pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.soak),
+        pytest.param("猫 " * 40, {}, marks=pytest.mark.thorough),
+        pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.thorough),
+        pytest.param("", {"image": 0}, marks=pytest.mark.thorough),
+        pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.thorough),
         pytest.param("A cat plays the piano.", {"image": 0, "last_image": 1}, marks=pytest.mark.long),
-        pytest.param(LONG_PROMPT[:1500], {}, marks=pytest.mark.soak),
-        pytest.param(LONG_PROMPT, {"image": 0, "last_image": 1}, marks=pytest.mark.soak),
+        pytest.param(LONG_PROMPT[:1500], {}, marks=pytest.mark.thorough),
+        pytest.param(LONG_PROMPT, {"image": 0, "last_image": 1}, marks=pytest.mark.thorough),
     ],
     ids=[
         "text",
@@ -88,7 +90,7 @@ def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, refere
     assert_same_video(GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE, **images), pipe, reference)
 
 
-@pytest.mark.soak
+@pytest.mark.thorough
 @pytest.mark.parametrize("frames", [107, 362])
 def test_shortest_and_longest_video_are_those_of_diffusers(frames, pipe, reference):
     request = GenerationRequest(prompt="A cat plays the piano.", frames=frames, steps=2, seed=SEED, **SIZE)
@@ -149,7 +151,7 @@ def assert_same_video(request, pipe, reference):
     images = {name: image for name in ("image", "last_image") if (image := getattr(request, name))}
     inputs = {"prompt": request.prompt, "seed": request.seed, "num_frames": request.frames or 124, **SIZE, **images}
     pixels, sound, latents = reference(steps=len(states), **inputs)
-    assert len(states) == (request.steps or len(request.sigmas))
+    assert len(states) == pipe.plan(request).request.steps
     for state, rows, audio in zip(states, latents["video"], latents["sound"], strict=True):
         assert relative(patchify(np.asarray(state.latents), (1, 2, 2)), rows) < 1e-4
         assert relative(np.asarray(state.audio)[0], audio) < 1e-4
@@ -172,7 +174,7 @@ def request_preset(name, adapter):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preset", [pytest.param("turbo-4", marks=pytest.mark.soak), "turbo-4-sla"])
+@pytest.mark.parametrize("preset", [pytest.param("turbo-4", marks=pytest.mark.thorough), "turbo-4-sla"])
 def test_turbo_is_that_of_diffusers_with_the_same_file(preset, pipe, reference, tmp_path, monkeypatch):
     """LightX2V's files are raw dumps of peft, of matrices of both kinds of blocks; the header has the alpha."""
     if preset == "turbo-4-sla":
@@ -224,7 +226,44 @@ def test_fasth3_is_diffusers_with_its_changes_at_its_noise_levels(pipe, referenc
         reference.set_schedules(video=(12.0, None), sound=(3.0, None))
 
 
-@pytest.mark.soak
+@pytest.mark.long
+@pytest.mark.parametrize("source", ["checkpoint", pytest.param("adapter", marks=pytest.mark.thorough)])
+def test_fasth3_with_video_sparse_attention_is_fastvideos(source, pipe, reference, tmp_path, monkeypatch):
+    """Its gates are in a checkpoint, or in an adapter for the base model (`set_weight`)."""
+    contract = FastH3(0.6, (0.999, 0.749, 0.25))
+    folder = make_checkpoint(tmp_path / "fasth3", fasth3=contract)
+    weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    sound, request = 2 * 207, GenerationRequest(prompt="A cat plays the piano.", seed=SEED, **SIZE)
+    if source == "checkpoint":
+        reference, pipe = Reference(folder), load_pipeline(folder, dtype="float32")
+        with pytest.raises(InvalidRequest, match="image"):
+            pipe.plan(dataclasses.replace(request, image=draw_picture(0)))
+        assert pipe.plan(dataclasses.replace(request, image=draw_picture(0), preset="images")).request.steps == 3
+    else:
+        monkeypatch.setitem(sampling.SPARSITIES, "", contract.sparsity)  # A small checkpoint has no such preset.
+        gates = {name: value for name, value in weights.items() if "to_gate_compress" in name}
+        tensors = {name.replace(".weight", ".set_weight"): value for name, value in gates.items()}
+        metadata = {"format": "fastvideo-lora-v2", "set_weight_tensors": "3", "diff_tensors": "0"}
+        path = files.save(tensors, tmp_path / "fasth3.safetensors", metadata=metadata)
+        sigmas = sampling.shift_levels(contract.levels, 10.0)
+        request = dataclasses.replace(request, loras=[path], sigmas=sigmas, shift=10.0)
+        reference.pipeline.transformer.requires_grad_(False)
+    transformer = reference.pipeline.transformer
+    state = {name: value.clone() for name, value in transformer.state_dict().items()}
+    components.add_gates(transformer)
+    transformer.load_state_dict(state | {name: value for name, value in weights.items() if "gate_compress" in name})
+    levels = [*contract.levels, 0.0]
+    reference.set_schedules(video=(10.0, levels), sound=(3.0, levels))
+    try:
+        with attend_to_tiles(transformer, contract.sparsity, (37, 2, 3), keyframes=0, sound=sound):
+            assert_same_video(request, pipe, reference)
+    finally:
+        for block in transformer.transformer_blocks:
+            del block.attn.to_gate_compress
+        reference.set_schedules(video=(12.0, None), sound=(3.0, None))
+
+
+@pytest.mark.thorough
 def test_bfloat16_stays_within_its_bound(folder, pipe):
     """The bound of test_parity.py without guidance, for three layers and the two that the text passes before."""
     states = []

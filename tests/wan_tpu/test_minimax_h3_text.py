@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import transformers
@@ -85,7 +86,7 @@ def test_a_prompt_becomes_what_diffusers_makes_of_it(name, theirs, ours):
     [
         (1024, 1024),
         (1025, 2048),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((2048, 2048), (2049, 4096), (4097, 6144))),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((2048, 2048), (2049, 4096), (4097, 6144))),
         (6144, 6144),
     ],
 )
@@ -139,14 +140,16 @@ def test_padding_changes_nothing(ours):
 
 @pytest.mark.parametrize(
     ("count", "anchors", "prompt"),
-    [(1, (1,), "words"), pytest.param(2, (0, 1), "other scripts", marks=pytest.mark.soak), (2, (0, 1), "nothing")],
+    [(1, (1,), "words"), pytest.param(2, (0, 1), "other scripts", marks=pytest.mark.thorough), (2, (0, 1), "nothing")],
 )
 def test_keyframes_are_read_before_the_prompt_as_diffusers_does(count, anchors, prompt, theirs, ours):
     prompt, keyframes = PROMPTS.get(prompt, ""), draw_keyframes(count)
     inputs, cuts = presentation.present(ours.config, ours.tokenizer, prompt, keyframes, anchors)
     assert not cuts and inputs.anchors.tolist() == [list(anchors)]
     shapes = presentation.shapes(ours.config, 64, 96, count, TEXT_ROWS[0])
-    assert [(x.shape, x.dtype) for x in inputs] == [(x.shape, x.dtype) for x in shapes]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(inputs)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(shapes)
+    ]
     expected, tags = theirs(prompt, keyframes)
     order, rows = inputs.order[0], int(inputs.count[0, 0])
     vision = count * pictures.vision_rows(ours.config, 64, 96)
@@ -162,7 +165,9 @@ def test_keyframes_with_a_long_prompt_are_read_as_diffusers_does(theirs, ours):
     vision = 2 * pictures.vision_rows(ours.config, 64, 96)
     assert inputs.ids.size == vision + 4096 and not cuts  # With both labels it has more than 2,048 tokens.
     shapes = presentation.shapes(ours.config, 64, 96, 2, 4096)
-    assert [(x.shape, x.dtype) for x in inputs] == [(x.shape, x.dtype) for x in shapes]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(inputs)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(shapes)
+    ]
     expected, _ = theirs(prompt, keyframes)
     order, rows = inputs.order[0], int(inputs.count[0, 0])
     assert relative(ours.encode(inputs)[:rows], expected[order[:rows]]) < TOLERANCE

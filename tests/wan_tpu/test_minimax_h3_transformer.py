@@ -9,15 +9,21 @@ import pytest
 import torch
 from diffusers.models.transformers import transformer_minimax_h3
 from diffusers.modular_pipelines.minimax_h3 import before_denoise as reference
+from safetensors.torch import load_file
 
 from tests.children import run_on_devices
-from tests.wan_tpu.minimax_h3_reference import attend_sparsely
+from tests.wan_tpu.minimax_h3_reference import attend_sparsely, attend_to_tiles
 from tests.wan_tpu.minimax_h3_worker import Predictor
+from wan_tpu.families.minimax_h3 import components
+from wan_tpu.families.minimax_h3.fasth3 import FastH3
 from wan_tpu.families.minimax_h3.small import make_checkpoint
+from wan_tpu.ops.sparse_linear import Density
+from wan_tpu.ops.video_sparse import Sparsity
 from wan_tpu.runtime.mesh import make_mesh
 
 GRID, SOUND, TEXT = (7, 4, 6), 10, 12  # Latent frames, height and width; both channels' latents; rows of text.
 DENSITY = 0.3
+FASTH3 = FastH3(0.8, (0.999, 0.5))
 TIMES = 0.25, 0.5, 0.999  # Of the video and the text, the sound, keyframes.
 
 
@@ -30,6 +36,16 @@ def folder(tmp_path_factory):
 def theirs(folder):
     module = diffusers.MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer")
     return module.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory):
+    """A checkpoint with gates, and diffusers' module with them."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("h3") / "fasth3", fasth3=FASTH3)
+    module = diffusers.MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer")
+    components.add_gates(module)
+    module.load_state_dict(load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors"))
+    return folder, module.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -94,17 +110,33 @@ def predict_theirs(theirs, inputs):
     return video[0, keyframes:].numpy(), sound[0].numpy()
 
 
-@pytest.mark.parametrize("anchors", [pytest.param((), marks=pytest.mark.soak), ("first", "last")])
+@pytest.mark.parametrize("anchors", [pytest.param((), marks=pytest.mark.thorough), ("first", "last")])
 def test_sparse_attention_is_lightx2vs(theirs, folder, anchors, monkeypatch):
     """Blocks are of the sequence in its authors' order. Texts of any length share a program, and are refined so."""
     monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend_sparsely(DENSITY))
-    ours = Predictor(folder, make_mesh((1, 1, 1), heads=8), density=DENSITY)
+    ours = Predictor(folder, make_mesh((1, 1, 1), heads=8), sparse=Density(DENSITY))
     for words in (7, 150):
         inputs = draw_inputs(
             theirs.config, words=words, anchors=anchors, vision=90 if anchors else 0, grid=(12, 8, 12), padded=256
         )
         for actual, expected in zip(ours.predict(inputs), predict_theirs(theirs, inputs), strict=True):
             assert relative(actual, expected) < 1e-5
+    assert ours.compiled == 1
+
+
+@pytest.mark.parametrize("anchors", [(), pytest.param(("first", "last"), marks=pytest.mark.thorough)])
+def test_video_sparse_attention_is_fastvideos(gated, anchors):
+    """With boxes of every size, a text that isn't whole tiles, and rows of images in it."""
+    folder, theirs = gated
+    ours = Predictor(folder, make_mesh((1, 1, 1), heads=8), sparse=Sparsity(0.8))
+    for words in (7, 150):
+        inputs = draw_inputs(
+            theirs.config, words=words, anchors=anchors, vision=90 if anchors else 0, grid=(12, 14, 18), padded=256
+        )
+        with attend_to_tiles(theirs, 0.8, (12, 7, 9), keyframes=len(anchors) * 63, sound=SOUND):
+            expected = predict_theirs(theirs, inputs)
+        for actual, part in zip(ours.predict(inputs), expected, strict=True):
+            assert relative(actual, part) < 1e-5
     assert ours.compiled == 1
 
 
@@ -181,22 +213,22 @@ def test_weights_are_in_float32_where_diffusers_keeps_them(folder):
 
 
 @pytest.mark.meshes
-def test_eight_devices_give_what_one_gives(theirs, folder, tmp_path):
+def test_eight_devices_give_what_one_gives(theirs, folder, gated, tmp_path):
     inputs = draw_inputs(theirs.config, words=5, anchors=("first",), vision=4)
     np.savez(tmp_path / "inputs.npz", **inputs)
-    run_on_devices(
-        "tests.wan_tpu.minimax_h3_worker", folder, tmp_path / "inputs.npz", tmp_path / "predictions.npz", count=8
-    )
+    files = tmp_path / "inputs.npz", tmp_path / "predictions.npz"
+    run_on_devices("tests.wan_tpu.minimax_h3_worker", folder, gated[0], *files, count=8)
     predictions = dict(np.load(tmp_path / "predictions.npz"))
     for name, expected in zip(("video", "sound"), predict_theirs(theirs, inputs), strict=True):
         alike = [value for key, value in predictions.items() if key.startswith("float32") and key.endswith(name)]
         assert len(alike) > 1 or jax.device_count() > 1
         for actual in alike:
             assert relative(actual, expected) < 1e-4
-        sparse = [value for key, value in predictions.items() if key.startswith("sparse") and key.endswith(name)]
-        for actual in sparse:
-            assert relative(actual, sparse[0]) < 1e-4
-        assert relative(sparse[0], expected) > 1e-3
+        for kind in ("sparse", "tiles"):
+            sparse = [value for key, value in predictions.items() if key.startswith(kind) and key.endswith(name)]
+            for actual in sparse:
+                assert relative(actual, sparse[0]) < 1e-4
+            assert relative(sparse[0], expected) > 1e-3
         for key, actual in predictions.items():
             if key.startswith("int8") and key.endswith(name):
                 assert relative(actual, expected) < 0.15

@@ -116,7 +116,7 @@ def assert_close(ours, expected, tolerance=1e-5):
 
 # Latents of a clip in one tile, smaller than a full one; and of five clips, two a chunk, each of six tiles, which
 # overlap by 1 and 2, or by 2. Of their twelve tiles, six are decoded at a time.
-@pytest.mark.parametrize(("clips", "height", "width"), [pytest.param(1, 2, 3, marks=pytest.mark.soak), (5, 9, 6)])
+@pytest.mark.parametrize(("clips", "height", "width"), [pytest.param(1, 2, 3, marks=pytest.mark.thorough), (5, 9, 6)])
 def test_latents_are_decoded_as_diffusers_does(clips, height, width, theirs, decode):
     latents = random_latents(clips, height, width)
     expected = decode_theirs(theirs, latents)
@@ -124,7 +124,7 @@ def test_latents_are_decoded_as_diffusers_does(clips, height, width, theirs, dec
     assert_close(decode(latents), expected)
 
 
-@pytest.mark.parametrize(("frames", "height", "width"), [pytest.param(1, 3, 2, marks=pytest.mark.soak), (2, 4, 9)])
+@pytest.mark.parametrize(("frames", "height", "width"), [pytest.param(1, 3, 2, marks=pytest.mark.thorough), (2, 4, 9)])
 def test_keyframes_are_encoded_as_diffusers_does(frames, height, width, theirs, encode):
     pixels = random_pixels(frames, 16 * height, 16 * width)
     assert_close(encode(pixels), encode_theirs(theirs, pixels))
@@ -174,7 +174,7 @@ def test_weights_are_in_float32_where_diffusers_keeps_them(dropped, folder, mesh
 
 
 @pytest.mark.meshes
-@pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((1, 2, 1), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("mesh", [(2, 2, 2), pytest.param((1, 2, 1), marks=pytest.mark.thorough)])
 def test_several_devices_give_what_diffusers_does(mesh, theirs, folder, tmp_path):
     """Nine tiles: two on each of four of eight devices and one on another; five and four on two devices."""
     latents, pixels = random_latents(2, 8, 10), random_pixels(1, 16 * 8, 16 * 10)

@@ -7,28 +7,41 @@ import pytest
 from wan_tpu import GenerationRequest
 from wan_tpu.families import list_published, published_spec
 
-# Steps, guidance of both experts, shift, solver, and the negative prompt's beginning. From wan/configs and generate.py
-# of Wan-Video/Wan2.1 (9737cba9) and Wan2.2 (42bf4cfa), inference/cli_demo.py of THUDM/CogVideo (e519eced),
-# PIPELINE_CONFIGS of Tencent-Hunyuan/HunyuanVideo-1.5 (60783e70), infer_helios.py of PKU-YuanGroup/Helios (2276f8fe).
+# Steps, guidance of both experts, shift, solver, the negative prompt's beginning, size, frames, frames a second. From
+# wan/configs and generate.py of Wan-Video/Wan2.1 (9737cba9) and Wan2.2 (42bf4cfa), inference/cli_demo.py of
+# THUDM/CogVideo (e519eced), PIPELINE_CONFIGS of Tencent-Hunyuan/HunyuanVideo-1.5 (60783e70), infer_helios.py of
+# PKU-YuanGroup/Helios (2276f8fe), constants.py of ltx-pipelines 1.0.0 and of Lightricks/LTX-2 (400fd310) for LTX-2.5,
+# README.md of MiniMax-AI/MiniMax-H3 (1bc8e18e) and SGLang's configs/sample/minimax_h3.py (03d03aa7; 50 points),
+# fastvideo_inference.json of FastVideo's checkpoints, wan2.2_i2v_infer.py of thu-ml/TurboDiffusion (35074d4b).
 AUTHORS = {
-    "wan2.1-t2v-1.3b": (50, 5, 5, 5, "unipc", "色调艳丽"),
-    "wan2.1-t2v-14b": (50, 5, 5, 5, "unipc", "色调艳丽"),
-    "wan2.1-i2v-14b-480p": (40, 5, 5, 3, "unipc", "镜头晃动，色调艳丽"),
-    "wan2.1-i2v-14b-720p": (40, 5, 5, 5, "unipc", "镜头晃动，色调艳丽"),
-    "wan2.1-flf2v-14b-720p": (50, 5, 5, 16, "unipc", "镜头切换，镜头晃动，色调艳丽"),
-    "wan2.2-t2v-a14b": (40, 4, 3, 12, "unipc", "色调艳丽"),
-    "wan2.2-i2v-a14b": (40, 3.5, 3.5, 5, "unipc", "色调艳丽"),
-    "wan2.2-ti2v-5b": (50, 5, 5, 5, "unipc", "色调艳丽"),
-    "cogvideox-2b": (50, 6, 6, 1, "dpm", ""),
-    "cogvideox-5b-i2v": (50, 6, 6, 1, "dpm", ""),
-    "cogvideox1.5-5b": (50, 6, 6, 1, "dpm", ""),
-    "hunyuanvideo1.5-480p-t2v": (50, 6, 6, 5, "euler", ""),
-    "hunyuanvideo1.5-720p-t2v": (50, 6, 6, 9, "euler", ""),
-    "hunyuanvideo1.5-720p-i2v": (50, 6, 6, 7, "euler", ""),
-    "hunyuanvideo1.5-480p-i2v-step-distilled": (12, 1, 1, 7, "euler", ""),
-    "helios-base": (50, 5, 5, 1, "unipc", "Bright tones"),
-    "helios-mid": (60, 5, 5, 1, "unipc", "Bright tones"),
-    "helios-distilled": (6, 1, 1, 1, "dmd", ""),
+    "wan2.1-t2v-1.3b": (50, 5, 5, 5, "unipc", "色调艳丽", "832x480", 81, 16),
+    "wan2.1-t2v-14b": (50, 5, 5, 5, "unipc", "色调艳丽", "1280x720", 81, 16),
+    "wan2.1-i2v-14b-480p": (40, 5, 5, 3, "unipc", "镜头晃动，色调艳丽", "832x480", 81, 16),
+    "wan2.1-i2v-14b-720p": (40, 5, 5, 5, "unipc", "镜头晃动，色调艳丽", "1280x720", 81, 16),
+    "wan2.1-flf2v-14b-720p": (50, 5, 5, 16, "unipc", "镜头切换，镜头晃动，色调艳丽", "1280x720", 81, 16),
+    "wan2.2-t2v-a14b": (40, 4, 3, 12, "unipc", "色调艳丽", "1280x720", 81, 16),
+    "wan2.2-i2v-a14b": (40, 3.5, 3.5, 5, "unipc", "色调艳丽", "1280x720", 81, 16),
+    "wan2.2-ti2v-5b": (50, 5, 5, 5, "unipc", "色调艳丽", "1280x704", 121, 24),
+    "cogvideox-2b": (50, 6, 6, 1, "dpm", "", "720x480", 49, 8),
+    "cogvideox-5b-i2v": (50, 6, 6, 1, "dpm", "", "720x480", 49, 8),
+    "cogvideox1.5-5b": (50, 6, 6, 1, "dpm", "", "1360x768", 81, 16),
+    "hunyuanvideo1.5-480p-t2v": (50, 6, 6, 5, "euler", "", "848x480", 121, 24),
+    "hunyuanvideo1.5-720p-t2v": (50, 6, 6, 9, "euler", "", "1280x720", 121, 24),
+    "hunyuanvideo1.5-720p-i2v": (50, 6, 6, 7, "euler", "", "1280x720", 121, 24),
+    "hunyuanvideo1.5-480p-i2v-step-distilled": (12, 1, 1, 7, "euler", "", "848x480", 121, 24),
+    "helios-base": (50, 5, 5, 1, "unipc", "Bright tones", "640x384", 99, 24),
+    "helios-mid": (60, 5, 5, 1, "unipc", "Bright tones", "640x384", 99, 24),
+    "helios-distilled": (6, 1, 1, 1, "dmd", "", "640x384", 99, 24),
+    "ltx-2": (40, 3, 3, 1, "euler", "blurry", "768x512", 121, 24),
+    "ltx-2-distilled": (11, 1, 1, 1, "euler", "", "1536x1024", 121, 24),
+    "ltx-2.3": (30, 3, 3, 1, "euler", "blurry", "768x512", 121, 24),
+    "ltx-2.3-distilled": (11, 1, 1, 1, "euler", "", "1536x1024", 121, 24),
+    "ltx-2.5": (30, 3, 3, 1, "euler", "has_subtitles", "768x512", 121, 24),
+    "ltx-2.5-distilled": (11, 1, 1, 1, "euler-ancestral", "", "1536x1024", 121, 24),
+    "minimax-h3": (49, 1, 1, 12, "euler", "", "1344x768", 124, 24),
+    "fasth3-v1": (4, 1, 1, 12, "euler", "", "1344x768", 124, 24),
+    "fasth3-v2": (8, 1, 1, 10, "euler", "", "1344x768", 124, 24),
+    "turbowan2.2-i2v-a14b": (4, 1, 1, 3, "rcm", "", "1280x720", 81, 16),
 }
 # The shift in the published scheduler/scheduler_config.json, which diffusers' pipelines take.
 DIFFUSERS_SHIFTS = {
@@ -52,9 +65,10 @@ def plan(name, picture=None, **fields):
 
 @pytest.mark.parametrize("name", AUTHORS)
 def test_prompt_alone_is_made_as_the_authors_program_makes_it(name):
-    steps, scale, scale_2, shift, solver, negative = AUTHORS[name]
+    steps, scale, scale_2, shift, solver, negative, size, frames, fps = AUTHORS[name]
     made = plan(name)
     request = made.request
+    assert (f"{request.width}x{request.height}", request.frames, request.fps) == (size, frames, fps)
     assert (request.steps, request.shift, request.solver) == (steps, shift, solver)
     assert (request.guidance_scale, request.guidance_scale_2) == (scale, scale_2)
     assert request.negative_prompt.startswith(negative) and bool(request.negative_prompt) == bool(negative)

@@ -24,13 +24,13 @@ LATENT_TOLERANCE = 1e-4  # relative to the largest latent; float32 rounding give
 # Euler's table is held for every shift and number of steps in test_schedules.py.
 CASES = [
     ("wan2.1-t2v-1.3b", "t2v", "unipc"),
-    pytest.param("wan2.1-i2v-14b-720p", "i2v", "unipc", marks=pytest.mark.long),
-    ("wan2.2-t2v-a14b", "t2v", "unipc"),
+    pytest.param("wan2.1-i2v-14b-720p", "i2v", "unipc", marks=pytest.mark.thorough),
+    pytest.param("wan2.2-t2v-a14b", "t2v", "unipc", marks=pytest.mark.thorough),
     ("wan2.2-i2v-a14b", "i2v", "unipc"),
-    pytest.param("wan2.2-i2v-a14b", "i2v", "euler", marks=pytest.mark.long),
-    pytest.param("wan2.1-flf2v-14b-720p", "flf2v", "unipc", marks=pytest.mark.long),
-    ("wan2.2-i2v-a14b", "flf2v", "unipc"),
-    ("wan2.2-ti2v-5b", "t2v", "unipc"),
+    pytest.param("wan2.2-i2v-a14b", "i2v", "euler", marks=pytest.mark.thorough),
+    pytest.param("wan2.1-flf2v-14b-720p", "flf2v", "unipc", marks=pytest.mark.thorough),
+    pytest.param("wan2.2-i2v-a14b", "flf2v", "unipc", marks=pytest.mark.long),
+    pytest.param("wan2.2-ti2v-5b", "t2v", "unipc", marks=pytest.mark.thorough),
     ("wan2.2-ti2v-5b", "i2v", "unipc"),
 ]
 
@@ -106,7 +106,12 @@ def run_diffusers(folder, request, task, noise):
 
 
 @pytest.mark.parametrize(
-    ("strength", "solver"), [(0.7, "unipc"), pytest.param(1.0, "unipc", marks=pytest.mark.soak), (0.5, "euler")]
+    ("strength", "solver"),
+    [
+        (0.7, "unipc"),
+        pytest.param(1.0, "unipc", marks=pytest.mark.thorough),
+        pytest.param(0.5, "euler", marks=pytest.mark.long),
+    ],
 )
 def test_a_video_is_restyled_as_diffusers_does(strength, solver, checkpoint, pipeline, tmp_path):
     kind = "wan2.1-t2v-1.3b"
@@ -145,36 +150,17 @@ def test_videos_that_cant_be_begun_with_are_refused(pipeline, tmp_path):
     noise.write_bytes(b"nothing" * 100)
     settings = {"height": 64, "width": 96, "frames": 5, "steps": 4, "guidance_scale": 1.0}
     for fields, field, message in (
-        ({"video": tmp_path / "none.mp4"}, "video", "is not a file"),
+        ({"video": tmp_path / "none.mp4"}, "video", r"none\.mp4"),
         ({"video": source, "strength": 0.1}, "strength", "at least 0.25"),
-        ({"strength": 0.5}, "strength", "without a video"),
-        ({"video": source, "frames": 9}, "frames", "has 6 frames, and 9 are asked for; ask for 5"),
-        ({"video": noise}, "video", "can't be read"),
+        ({"strength": 0.5}, "strength", "video"),
+        ({"video": source, "frames": 9}, "frames", r"\b6\b.*\b9\b.*\b5\b"),
+        ({"video": noise}, "video", r"noise\.mp4"),
     ):
         with pytest.raises(InvalidRequest, match=message) as raised:
             pipeline("wan2.1-t2v-1.3b").generate(GenerationRequest(**settings | fields))
         assert raised.value.field == field
     with pytest.raises(InvalidRequest, match=r"wan2\.2-t2v-a14b"):
         pipeline("wan2.2-ti2v-5b").plan(GenerationRequest(video=source))
-
-
-def test_seed_draws_diffusers_noise(checkpoint, pipeline):
-    request = GenerationRequest(height=64, width=96, frames=5, steps=2, guidance_scale=1.0, seed=7)
-    got = pipeline("wan2.1-t2v-1.3b").generate(request)
-    pipe = diffusers.WanPipeline.from_pretrained(checkpoint("wan2.1-t2v-1.3b"))
-    pipe.set_progress_bar_config(disable=True)
-    generator = torch.Generator("cpu").manual_seed(7)
-    expected = pipe(
-        prompt="",
-        height=64,
-        width=96,
-        num_frames=5,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        generator=generator,
-        output_type="np",
-    ).frames[0]
-    assert np.abs(got.pixels - expected).max() <= PIXEL_TOLERANCE
 
 
 @pytest.mark.long
@@ -217,14 +203,7 @@ def rms(values):
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-def test_image_changes_the_video(pipeline):
-    settings = {"height": 64, "width": 96, "frames": 5, "steps": 2, "guidance_scale": 1.0}
-    pipe = pipeline("wan2.2-i2v-a14b")
-    photo = pipe.generate(GenerationRequest(image=PHOTO, **settings))
-    mirrored = Image.open(PHOTO).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    assert np.abs(photo.pixels - pipe.generate(GenerationRequest(image=mirrored, **settings)).pixels).max() > 0.005
-
-
+@pytest.mark.thorough
 def test_a_decoder_makes_the_same_pixels_whether_its_rows_are_folded_or_not(checkpoint, pipeline, monkeypatch):
     """They aren't on a v5p, and are on other chips and in the other tests."""
     kind, request = "wan2.1-t2v-1.3b", GenerationRequest(height=64, width=96, frames=9, steps=1, guidance_scale=1.0)

@@ -62,7 +62,8 @@ def check_estimates(schedule, where, first=0):
 def test_clean_latents_follow_from_the_states_of_every_model(kind):
     spec = published_spec(kind)
     for preset in spec.presets:
-        request, last = GenerationRequest(prompt="a cat", preset=preset), spec.last_images == "required"
+        last = spec.last_images == "required"
+        request = spec.typical_requests(GenerationRequest(prompt="a cat", preset=preset))[0]
         plan = spec.plan(request, image="t2v" not in spec.tasks, last=last)
         check_estimates(spec.schedule(plan.request), (kind, preset))
 
@@ -253,7 +254,7 @@ def test_previews_of_generate_are_a_file_beside_the_video(kept, pipeline, cache,
     pipe = pipeline(KIND)
     pipe.painter.prepare()
     plan = pipe.plan(GenerationRequest(prompt="a cat", height=32, width=48, frames=9, steps=8, seed=3))
-    run, file = pipe.run(plan), tmp_path / "cat.preview.png"
+    run, file = pipe.make_executor(plan), tmp_path / "cat.preview.png"
     with showing_previews(pipe, run, tmp_path / "cat.mp4", PreviewOptions(shown=True, kept=kept)) as show:
         for operation, result in run.work(EncodeText, Step):
             if isinstance(operation, Step):

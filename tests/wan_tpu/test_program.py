@@ -1,6 +1,7 @@
 """What a device has no memory for fails as a request that doesn't fit, wherever JAX says so."""
 
 import gc
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from wan_tpu.runtime import program as program_module
 from wan_tpu.runtime import runtime as runtime_module
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.runtime.program import Program, fetch, place
+from wan_tpu_kernels.two_blocks import plan_vmem
 
 MORE = 2**45  # elements: more than any address space
 
@@ -25,6 +27,15 @@ def test_a_program_that_a_device_has_no_room_for(mesh):
     program = Program(lambda x: jnp.broadcast_to(x, (MORE,)) + 1, mesh, exact=True, name="spread")
     with pytest.raises(DoesNotFit, match=r"^spread of float32 \[1\] .*alloc"):
         program(place(np.float32([1]), mesh))
+
+
+def test_a_program_with_a_kernel_that_a_chip_has_no_room_for(mesh):
+    def attend(x):
+        plan_vmem(2**20, 128, jnp.bfloat16, beside=0)
+        return x
+
+    with pytest.raises(DoesNotFit, match=r"^step: .* 512 MiB.* 64\b"):
+        Program(attend, mesh, exact=True, name="step")(place(np.float32([1]), mesh))
 
 
 def test_one_that_fails_when_its_result_is_awaited(mesh):
@@ -79,3 +90,35 @@ def test_programs_that_are_not_used_any_more_are_dropped(mesh, monkeypatch):
 def test_other_failures_stay_what_they_are(mesh):
     with pytest.raises(TypeError, match="incompatible shapes"):
         Program(lambda x: x + jnp.ones(3), mesh, exact=True)(place(np.ones(2, np.float32), mesh))
+
+
+def test_an_interruption_loses_no_program(mesh):
+    """Python interrupts the main thread when a function begins, and after the call of a built-in one."""
+    runtime = runtime_module.Runtime(published_model("wan2.1-t2v-1.3b"), mesh, "float32", keep_weights=True)
+    x, calls = place(np.ones(2, np.float32), mesh), 0
+
+    def run():
+        return runtime.program("double", lambda x: 2 * x)(x)
+
+    def interrupt(frame, event, _):
+        nonlocal calls
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(("program.py", "runtime.py")):
+            calls -= 1
+            if calls == 0:
+                raise KeyboardInterrupt
+
+    run()
+    compiled, stop, was_interrupted = runtime.compile_s, 0, True
+    while was_interrupted:
+        stop += 1
+        calls, was_interrupted = stop, False
+        sys.setprofile(interrupt)
+        try:
+            run()
+        except KeyboardInterrupt:
+            was_interrupted = True
+        finally:
+            sys.setprofile(None)
+        run()
+        assert runtime.compile_s == compiled, stop
+    assert stop > 10

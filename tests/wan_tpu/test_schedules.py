@@ -7,6 +7,7 @@ import torch
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families import published_spec
+from wan_tpu.families.ltx2.published import DISTILLED_SIGMAS
 from wan_tpu.schedules import flow
 from wan_tpu.schedules.diffusion import NoiseSchedule, ddim, dpm
 
@@ -63,6 +64,24 @@ def test_every_step_of_a_flow_equals_diffusers(name, shift):
             velocity = torch.tensor(velocities[i], dtype=torch.float32)
             expected = reference.step(velocity, timestep, expected).prev_sample
             assert_same(states[i], expected, (steps, i))
+
+
+def test_every_step_of_the_ancestral_method_equals_diffusers():
+    for sigmas in (DISTILLED_SIGMAS, (0.9, 0.5), (1.0,)):
+        reference, schedule = diffusers.LTXEulerAncestralRFScheduler(eta=1.0), flow.euler_ancestral_at(sigmas)
+        reference.set_timesteps(sigmas=[*sigmas, 0.0])
+        rng = np.random.default_rng(0)
+        velocities = rng.standard_normal((len(sigmas), *SHAPE))
+        generator = torch.Generator().manual_seed(1)
+        noises = [[torch.randn(SHAPE, generator=generator).numpy()] for _ in schedule.draws]
+        first, *states = follow(schedule, velocities, rng, noises)
+        expected = torch.tensor(first, dtype=torch.float32)
+        generator.manual_seed(1)
+        for i, timestep in enumerate(reference.timesteps[:-1]):
+            velocity = torch.tensor(velocities[i], dtype=torch.float32)
+            expected = reference.step(velocity, timestep, expected, generator=generator).prev_sample
+            assert_same(states[i], expected, (sigmas, i))
+        assert sum(schedule.draws) == len(sigmas) - 1
 
 
 def diffusion_scheduler(kind, settings):

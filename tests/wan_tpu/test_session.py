@@ -121,3 +121,11 @@ def test_session_reads_lines_of_a_pipe_until_one_is_wrong(tmp_path, monkeypatch)
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         assert cli.run(generate, [*MODEL, *SMALL, "--output", str(tmp_path / "x.mp4")]) == code
         assert len(list(tmp_path.glob("*.mp4"))) == made
+
+
+def test_options_that_may_be_repeated_are_settings(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"!reference image:{PHOTO}\n"))
+    assert cli.run(generate, [*MODEL, *SMALL, "--output", str(tmp_path / "x.mp4")]) == 2
+    assert "minimax-h3" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("!reference\n!lora\n!quit\n"))
+    assert cli.run(generate, [*MODEL, *SMALL, "--output", str(tmp_path / "x.mp4")]) == 0

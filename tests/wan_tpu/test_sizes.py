@@ -12,6 +12,7 @@ from wan_tpu import GenerationRequest, InvalidRequest
 from wan_tpu.families import published_spec
 from wan_tpu.families.minimax_h3.vision.pictures import cover
 from wan_tpu.families.model import published_model
+from wan_tpu.lengths import count_frames, describe_length
 from wan_tpu.media.image import fit_image, has_shape
 from wan_tpu.media.video import VideoWriter
 from wan_tpu.stages.encode import fit_warnings
@@ -167,3 +168,11 @@ def test_half_of_a_size_that_follows_an_image_can_be_made_where_there_are_two_st
     assert [request.height % 64, request.width % 64] == [0, 0] and request.steps == 11
     assert all(height % 64 == width % 64 == 0 for height, width in spec.usual_sizes)
     assert {(1088, 1920), (704, 1280), (1280, 704), (512, 768)} <= {*spec.usual_sizes}
+
+
+@pytest.mark.parametrize(("seconds", "frames", "warned"), [("4", 107, True), ("5", 124, False), ("15.5", 362, True)])
+def test_a_length_that_the_model_cant_make_is_answered_with_the_nearest_and_a_warning(seconds, frames, warned):
+    spec = published_spec("minimax-h3")
+    assert count_frames(seconds, 24, spec) == frames
+    request = spec.plan(GenerationRequest(frames=frames)).request
+    assert [str(frames) in warning for warning in describe_length(seconds, request, spec)] == [True] * warned

@@ -21,7 +21,7 @@ TOLERANCES = {"latents": 1e-4, "sound": 1e-4, "pixels": 2e-3, "samples": 2e-3}
 
 
 @pytest.mark.meshes
-@pytest.mark.soak
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", REQUESTS)
 def test_eight_devices_make_the_video_that_one_makes(name, checkpoint, tmp_path):
     (kind, fields), out = REQUESTS[name], tmp_path / "videos.npz"

@@ -6,13 +6,19 @@ import pytest
 
 from tests.kernels.cases import INTERPRET, as_program
 from wan_tpu.ops.attention import query_scale
+from wan_tpu.ops.local_heads import LocalHeads
 from wan_tpu.ops.sparse_linear import SparseLinear, choose_blocks, sparse_linear_attention
 from wan_tpu_kernels.sla.block_means import block_means, block_means_reference
 from wan_tpu_kernels.sla.linear_attention import EPSILON, add_linear, add_linear_reference
-from wan_tpu_kernels.sla.top_lists import top_lists, top_lists_reference
-from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
+from wan_tpu_kernels.sla.top_lists import pair_lists, pair_lists_reference, top_lists, top_lists_reference
+from wan_tpu_kernels.two_blocks import KEYS, QUERIES
 
-ATTENTION = as_program(sparse_linear_attention)
+
+def settle(q, k, v, layer, **local):
+    return sparse_linear_attention(LocalHeads(q, k, v, **local), layer).settle()
+
+
+ATTENTION = as_program(settle)
 
 
 def softmax(x):
@@ -45,7 +51,9 @@ def draw_inputs(tokens, heads, width, dtype, seed=0):
 
 
 @pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
-@pytest.mark.parametrize(("heads", "width", "tokens"), [(2, 128, 900), (2, 64, 640)])
+@pytest.mark.parametrize(
+    ("heads", "width", "tokens"), [(2, 128, 900), pytest.param(2, 64, 640, marks=pytest.mark.thorough)]
+)
 def test_it_is_the_papers(heads, width, tokens, interpret):
     """With padding behind the tokens, which is NaN, and tokens that fill no whole block."""
     q, k, v, weight, bias = draw_inputs(tokens, heads, width, jnp.float32)
@@ -142,6 +150,23 @@ def test_lists_shorter_than_their_arrays(interpret):
         lists = build(scores, 12, jnp.int32(count))
         np.testing.assert_array_equal(lists[:, :, :count], as_program(top_lists_reference)(scores, count))
         assert (np.asarray(lists[:, :, count:]) == 300).all()
+
+
+@pytest.mark.parametrize(("rows", "count"), [(300, 12), (40, 30)])
+def test_lists_of_pairs_are_the_union_of_two(rows, count):
+    """Entries say which of both columns have chosen a position; the count is an argument of the program."""
+    scores = np.random.default_rng(0).standard_normal((2, rows, 140)).astype(np.float32)
+    scores[:, :3] = np.inf  # What all columns choose.
+    for number in (count - 2, count):
+        lists, lengths = as_program(pair_lists, interpret=INTERPRET)(scores, count, jnp.int32(number))
+        expected, expected_lengths = as_program(pair_lists_reference)(scores, count, jnp.int32(number))
+        np.testing.assert_array_equal(lists, expected)
+        np.testing.assert_array_equal(lengths, expected_lengths)
+        best = [set(np.argsort(-scores[0, :, i], kind="stable")[:number].tolist()) for i in range(2)]
+        entries = np.asarray(lists)[0, 0, : int(lengths[0, 0])]
+        assert entries.tolist() == sorted(
+            4 * position + (position in best[0]) + 2 * (position in best[1]) for position in best[0] | best[1]
+        )
 
 
 @pytest.mark.parametrize(("rows", "real"), [(300, 300), (5000, 4100), (4096, 4096)])

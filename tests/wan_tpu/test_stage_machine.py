@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections import Counter
 
 import pytest
@@ -40,6 +41,7 @@ KINDS = {
     "sound": ("ltx-2.3", {}),
     "sound that is left out": ("ltx-2.3", {"generate_audio": False}),
     "sound in two stages": ("ltx-2.3-distilled", {"steps": 11}),
+    "sound in two stages, the first with guidance": ("ltx-2.3", {"preset": "two-stages"}),
     "sound and chunks of several frames": ("minimax-h3", {"frames": 175}),
     "denoised in chunks": ("wan2.1-t2v-1.3b", {}),
 }
@@ -214,13 +216,12 @@ def test_operation_out_of_order_is_refused(plan):
     machine = StageMachine(plan)
     first = Step(plan.experts[0], plan.first_step)
     for early in (first, Finish(first.stage), Decode(0), Save()):
-        with pytest.raises(ValueError, match="can't come next"):
+        with pytest.raises(ValueError, match=re.escape(str(early))):
             machine.after(early)
     encoded = machine.with_inputs()
-    with pytest.raises(ValueError, match="can't come next"):
-        encoded.after(encoded.inputs[0])
-    with pytest.raises(ValueError, match="can't come next"):
-        encoded.after(first).after(first)
+    for machine, early in ((encoded, encoded.inputs[0]), (encoded.after(first), first)):
+        with pytest.raises(ValueError, match=re.escape(str(early))):
+            machine.after(early)
 
 
 def test_state_of_another_request_is_refused(plan):
@@ -228,5 +229,5 @@ def test_state_of_another_request_is_refused(plan):
     for step in (plan.first_step - 1, steps + 1):
         with pytest.raises(ValueError, match=f"{plan.first_step} to {steps}"):
             StageMachine(plan).at_step(step)
-    with pytest.raises(ValueError, match="can't be finished"):
+    with pytest.raises(ValueError, match=rf"\b{steps - 1}\b.*\b{steps}\b"):
         StageMachine(plan).at_step(steps - 1, is_finished=True)

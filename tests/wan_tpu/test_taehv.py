@@ -3,67 +3,25 @@
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
 import safetensors.torch
 import torch
+from PIL import Image
 from torch.nn import functional
 
+from scripts.published.taehv_file import make_file
 from wan_tpu import GenerationRequest
 from wan_tpu.errors import InvalidInput
 from wan_tpu.previews.painter import Painter
 from wan_tpu.previews.taehv import TinyDecoder
 from wan_tpu.runtime.mesh import make_mesh
 
-GROWTHS = (1, 2, 2)
-
-
-def make_file(path, *, channels=16, patch=1, is_super=False, growths=GROWTHS):
-    """Write a file with random weights under the names of the published ones, in float16."""
-    rng, tensors = np.random.default_rng(0), {}
-
-    def add(name, outputs, inputs, side=3, groups=1, bias=True):
-        scale = 1.2 / np.sqrt(inputs // groups * side * side)
-        tensors[f"decoder.{name}.weight"] = rng.standard_normal((outputs, inputs // groups, side, side)) * scale
-        if bias:
-            tensors[f"decoder.{name}.bias"] = rng.standard_normal(outputs) * 0.1
-
-    widths = (512, 256, 128, 64) if is_super else (256, 128, 64, 64)
-    if is_super:
-        add(0, widths[0], channels, side=1, bias=False)
-    else:
-        add(1, widths[0], channels)
-    position = 1 if is_super else 3
-    for here, there, growth in zip(widths, widths[1:], growths, strict=False):
-        for _ in range(3):
-            if is_super:
-                add(f"{position}.conv.0", 2 * here, 2 * here, side=7, groups=2 * here, bias=False)
-                add(f"{position}.conv.1", 4 * here, 2 * here, side=1)
-                add(f"{position}.conv.3", here, 4 * here, side=1, bias=False)
-            else:
-                add(f"{position}.conv.0", here, 2 * here)
-                add(f"{position}.conv.2", here, here)
-                add(f"{position}.conv.4", here, here)
-            position += 1
-        if is_super:
-            add(position, 4 * there, here)
-            add(f"{position + 3}.conv", there * growth, there, side=1, bias=False)
-            position += 4
-        else:
-            add(f"{position + 1}.conv", here * growth, here, side=1, bias=False)
-            add(position + 2, there, here, bias=False)
-            position += 3
-    add(22, 3 * patch**2, widths[-1])
-    tensors["encoder.0.weight"] = np.zeros((64, 3, 3, 3))
-    safetensors.numpy.save_file({name: tensor.astype(np.float16) for name, tensor in tensors.items()}, path)
-    return {name: torch.from_numpy(tensor.astype(np.float16).astype(np.float32)) for name, tensor in tensors.items()}
-
 
 class Reference:
     """Decodes one clip, one frame after the other, with what each block has seen last."""
 
-    def __init__(self, weights, *, patch, is_super, every_frame, whole):
+    def __init__(self, weights, *, patch, is_super, every_frame, enlargements):
         self.weights, self.patch, self.is_super = weights, patch, is_super
-        self.every_frame, self.whole = every_frame, whole
+        self.every_frame, self.enlargements = every_frame, enlargements
         self.memory = {}
 
     def conv(self, name, x, groups=1):
@@ -105,7 +63,7 @@ class Reference:
             x = functional.pixel_shuffle(functional.relu(self.conv(position, x)), 2)
             frames, position = self.grow(position + 3, x), position + 4
         else:
-            if enlarged < 2 or self.whole:
+            if enlarged < self.enlargements:
                 x = functional.interpolate(x, scale_factor=2)
             frames = [self.conv(position + 2, frame) for frame in self.grow(position + 1, x)]
             position += 3
@@ -117,30 +75,32 @@ def host_mesh():
 
 
 @pytest.mark.parametrize(
-    ("channels", "patch", "is_super", "growths", "every_frame", "whole"),
+    ("channels", "patch", "is_super", "growths", "every_frame", "enlargements"),
     [
-        (16, 1, False, (1, 2, 2), True, True),
-        (48, 2, False, (1, 2, 2), False, True),
-        (16, 1, False, (1, 2, 2), False, False),
-        (128, 4, False, (2, 2, 2), True, False),
-        (32, 2, True, (1, 2, 2), False, True),
+        (16, 1, False, (1, 2, 2), True, 3),
+        (48, 2, False, (1, 2, 2), False, 3),
+        (16, 1, False, (1, 2, 2), False, 0),
+        (128, 4, False, (2, 2, 2), True, 2),
+        (32, 2, True, (1, 2, 2), False, 3),
     ],
 )
-def test_decoder_equals_plain_torch(channels, patch, is_super, growths, every_frame, whole, tmp_path):
+def test_decoder_equals_plain_torch(channels, patch, is_super, growths, every_frame, enlargements, tmp_path):
     path = tmp_path / "tiny.safetensors"
     weights = make_file(path, channels=channels, patch=patch, is_super=is_super, growths=growths)
     decoder = TinyDecoder(path, host_mesh(), every_frame=every_frame)
     assert decoder.channels == channels
     latents = np.random.default_rng(1).standard_normal((2, 2, channels, 3, 2)).astype(np.float32) * 2
-    pictures = decoder.decode(latents, whole=whole)
+    pictures = decoder.decode(latents, enlargements=enlargements)
     with torch.no_grad():
         expected = torch.stack(
             [
-                Reference(weights, patch=patch, is_super=is_super, every_frame=every_frame, whole=whole).decode(clip)
+                Reference(
+                    weights, patch=patch, is_super=is_super, every_frame=every_frame, enlargements=enlargements
+                ).decode(clip)
                 for clip in torch.from_numpy(latents)
             ]
         ).numpy()
-    enlarged = (8 if whole else 4) * patch
+    enlarged = 2**enlargements * patch
     frames = 2 * (int(np.prod(growths)) if every_frame else 1)
     assert pictures.shape == expected.shape == (2, frames, 3, 3 * enlarged, 2 * enlarged)
     assert expected.std() > 0.1
@@ -165,17 +125,26 @@ def test_other_files_are_refused(tmp_path):
         TinyDecoder(path, host_mesh())
 
 
-def test_painter_shows_each_frame_as_it_follows_the_one_before(pipeline, tmp_path):
+def test_painter_shows_the_middle_frame_as_it_follows_the_one_before(pipeline, tmp_path):
     model, path = pipeline("wan2.1-t2v-1.3b").runtime.model, tmp_path / "tiny.safetensors"
     weights = make_file(path)
     request = model.spec.plan(GenerationRequest(prompt="a cat", height=32, width=48, frames=9)).request
     latents = np.random.default_rng(1).standard_normal((1, 16, 3, 4, 6)).astype(np.float32)
     picture = np.asarray(Painter(model, path).paint(latents, None, request)).astype(int)
-    assert picture.shape == (64, 96, 3)
-    reference = Reference(weights, patch=1, is_super=False, every_frame=False, whole=True)
+    assert picture.shape == (32, 48, 3)
+    reference = Reference(weights, patch=1, is_super=False, every_frame=False, enlargements=3)
     with torch.no_grad():
-        expected = reference.decode(torch.from_numpy(latents[0].swapaxes(0, 1)[1:]))[-1].permute(1, 2, 0).numpy()
-    assert np.abs(picture[32:, :48] - 255 * expected).max() <= 0.6  # Both round to whole numbers.
+        expected = reference.decode(torch.from_numpy(latents[0].swapaxes(0, 1)[:2]))[-1].permute(1, 2, 0).numpy()
+    assert np.abs(picture - 255 * expected).max() <= 0.6  # Both round to whole numbers.
+
+    request = model.spec.plan(GenerationRequest(prompt="a cat", height=32, width=1600, frames=1)).request
+    wide = np.random.default_rng(1).standard_normal((1, 16, 1, 4, 200)).astype(np.float32)
+    reference = Reference(weights, patch=1, is_super=False, every_frame=False, enlargements=0)
+    with torch.no_grad():
+        expected = reference.decode(torch.from_numpy(wide[0, :, [0, 0]]))[-1].permute(1, 2, 0).numpy()
+    small = Image.fromarray(np.round(255 * expected).astype(np.uint8)).resize((480, 10), Image.Resampling.BICUBIC)
+    picture = np.asarray(Painter(model, path).paint(wide, None, request)).astype(int)
+    assert np.abs(picture - np.asarray(small)).max() <= 2  # A value that is rounded otherwise has weights above 1.
 
     make_file(path, channels=48)
     with pytest.raises(InvalidInput):

@@ -19,7 +19,8 @@ from wan_tpu.runtime.weights import as_numpy
 
 _MODULATION = "scale_shift_table"  # Diffusers' name of the parameter that `diff_m` changes.
 _FUSED = re.compile(r"_([qkv])(_proj)?\.\w+$")  # to_q and add_q_proj, which some formats fuse with others.
-_LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MODULATION}
+_SET = "set_weight"
+_LEAVES = {"diff": "weight", "diff_b": "bias", "up_bias": "bias", "diff_m": _MODULATION, _SET: _SET}
 
 
 @dataclass(frozen=True)
@@ -47,25 +48,28 @@ class Adapter:
     Attributes:
         factors: The low-rank changes, by weight.
         differences: Whole differences, by weight: float32 in the weight's shape.
+        added: Weights that the base doesn't have, whole and in the dtype that they would have in it, or bfloat16 if
+            that has 8 bits.
         checksum: A checksum of the file's content; files with the same content give the same weights.
         warnings: What the file asks for that isn't done.
     """
 
     factors: Mapping[str, Factors]
     differences: Mapping[str, np.ndarray]
+    added: Mapping[str, np.ndarray]
     checksum: str
     warnings: tuple[str, ...] = ()
 
     @property
     def changes_something(self) -> bool:
         """Whether there is any change."""
-        return bool(self.factors or self.differences)
+        return bool(self.factors or self.differences or self.added)
 
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of host memory."""
         parts = [part for factors in self.factors.values() for part in (factors.up, factors.down, factors.gain)]
-        return sum(array.nbytes for array in (*parts, *self.differences.values()))
+        return sum(array.nbytes for array in (*parts, *self.differences.values(), *self.added.values()))
 
 
 class _Slot(NamedTuple):
@@ -129,6 +133,18 @@ class Targets:
                     component,
                     _Slot(name, layer, shape, change, of_inputs, "qkv".find(part[1]) if part else 0),
                 )
+        for name, like in component.added.items():
+            if name not in self._weights:
+                self._add_missing(name, like)
+
+    def _add_missing(self, name: str, like: str) -> None:
+        """Let files set a weight that the base doesn't have, and that has the shape of another one, a stack."""
+        weight = self._weights[name] = self._weights[like]
+        assert weight.depth is not None
+        path, _, rest = name.partition(".template.")
+        for layer in range(weight.depth):
+            full_name = f"{path}.{layer}.{rest.removesuffix('weight')}{_SET}"
+            self._add(full_name, self._component, _Slot(name, layer, weight.shape[1:], None, False, 0))
 
     def _add(self, full_name: str, component: Component, slot: _Slot) -> None:
         original = original_name(full_name, component.originals)
@@ -167,6 +183,7 @@ class Targets:
         """
         pairs: dict[str, dict[int | None, tuple[torch.Tensor, torch.Tensor, float]]] = {}
         differences: dict[str, np.ndarray] = {}
+        added: dict[str, dict[int | None, torch.Tensor]] = {}
         unknown, wrong, again, idle = (list[str]() for _ in range(4))
 
         def find_slots(change: ModuleChange, module: str, part: str) -> list[_Slot]:
@@ -209,9 +226,21 @@ class Targets:
                     continue
                 for slot, piece in zip(slots, value.split([slot.shape[0] for slot in slots]), strict=True):
                     self._add_difference(differences, slot, as_numpy(piece.float()) * np.float32(gain))
+            if _SET in change.tensors:
+                for slot in find_slots(change, module, _SET):
+                    if tuple(change.tensors[_SET].shape) != slot.shape:
+                        refuse_shape(change, _SET, list(slot.shape))
+                    added.setdefault(slot.weight, {})[slot.layer] = change.tensors[_SET]
         refuse(path, "is for another model: this one doesn't have {}", unknown)
         refuse(path, "is for another model: its tensors don't have this model's shapes: {}", wrong)
         refuse(path, "changes the same weights twice: {}; remove one of the two", again)
+        depths = {name: self._weights[name].shape[0] for name in added}
+        partial = [
+            f"{name} of {len(added[name])} layers of {depth}"
+            for name, depth in depths.items()
+            if len(added[name]) < depth
+        ]
+        refuse(path, "sets {}; fetch it again", partial)
         warnings = list(changes.warnings)
         if idle:
             warnings.append(
@@ -219,7 +248,11 @@ class Targets:
                 f"first is {idle[0]})"
             )
         factors = {name: self._stack(name, layers) for name, layers in pairs.items()}
-        return Adapter(factors, differences, compute_checksum(changes), tuple(warnings))
+        stacked = {
+            name: np.stack([_to_numpy(layers[i], self._weights[name].dtype) for i in range(depths[name])])
+            for name, layers in added.items()
+        }
+        return Adapter(factors, differences, stacked, compute_checksum(changes), tuple(warnings))
 
     def _add_difference(self, differences: dict[str, np.ndarray], slot: _Slot, value: np.ndarray) -> None:
         weight = self._weights[slot.weight]

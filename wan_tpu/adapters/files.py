@@ -2,8 +2,9 @@
 
 Formats: peft's and diffusers' `lora_A`, `lora_B`; kohya's and musubi-tuner's `lora_down`, `lora_up` with `alpha`, and
 their names in which underscores stand for dots; whole differences `diff` (weight), `diff_b` (bias), `diff_m`
-(modulation) as LightX2V and Kijai publish them, LyCORIS' `w_norm` and `b_norm`. Alpha may also be in the header
-(`lora_adapter_metadata`, diffusers; `alpha`, LightX2V) or beside the file (adapter_config.json, peft).
+(modulation) as LightX2V and Kijai publish them, LyCORIS' `w_norm` and `b_norm`; FastVideo's `set_weight`, matrices that
+the base model doesn't have. Alpha may also be in the header (`lora_adapter_metadata`, diffusers; `alpha`, LightX2V) or
+beside the file (adapter_config.json, peft).
 """
 
 import hashlib
@@ -23,7 +24,9 @@ from wan_tpu.runtime.component_files import QUANTISED
 from wan_tpu.runtime.tensor_files import locate_tensors, read_metadata
 from wan_tpu.runtime.weights import read_tensors
 
-LARGEST = 8 * 2**30  # The largest file in bytes. Whole differences for every weight of a 14B model would be 28 GiB.
+# The largest file in bytes. LTX-2.5's distilled adapter, of rank 450, has about 8.3 GiB; whole differences for every
+# weight of a 14B model would be 28.
+LARGEST = 10 * 2**30
 _LARGEST_ALPHA = 1e30  # Far beyond any real alpha, and float32 can hold it.
 # Prefixes of a module's name, as written by peft, DistributedDataParallel, ComfyUI, DiffSynth, diffusers and
 # OneTrainer.
@@ -54,9 +57,17 @@ _PARTS = (
     ("diff", re.compile(r"\.(diff|w_norm)$")),
     ("diff_b", re.compile(r"\.(diff_b|b_norm)$")),
     ("diff_m", re.compile(r"\.diff_m$")),
+    ("set_weight", re.compile(r"\.set_weight$")),
 )
+# FastVideo's format counts the tensors of each of these kinds in its header.
+_FASTVIDEO = "fastvideo-lora-v2"
+_COUNTED = {
+    "low_rank_tensors": ("down", "up"),
+    "diff_tensors": ("diff", "diff_b"),
+    "set_weight_tensors": ("set_weight",),
+}
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # Integer types of quantised weights.
-APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m"
+APPLIED = "lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b, diff_m and set_weight"
 
 
 @dataclass
@@ -65,7 +76,8 @@ class ModuleChange:
 
     Attributes:
         names: The names that the tensors have in the file, by part.
-        tensors: The tensors by part: "down" [R, I...], "up" [O, R], "up_bias" [O], "alpha", "diff", "diff_b", "diff_m".
+        tensors: The tensors by part: "down" [R, I...], "up" [O, R], "up_bias" [O], "alpha", "diff", "diff_b", "diff_m",
+            "set_weight" [O, I].
         gain: The factor of up @ down.
     """
 
@@ -162,6 +174,7 @@ def read(
     refuse(
         path, "has NaN or Inf in {}; fetch it again or, if it was published like that, give another adapter", unhealthy
     )
+    refuse(path, "is incomplete: its header counts {}; fetch it again", _find_missing(changes, metadata))
     if not changes and not prefixes and len(values) == sum(map(len, of_others.values())):
         wrong = f"changes only {', '.join(of_others)}; supported: changes of the transformer"
         raise InvalidRequest(f"adapter {path} {wrong if of_others else 'holds no tensors; fetch it again'}", "loras")
@@ -207,6 +220,18 @@ def _describe_misfit(part: str, value: torch.Tensor) -> str | None:
     if part in ("down", "up") and (value.ndim < 2 or 0 in value.shape):
         return "a matrix of at least one rank"
     return None if value.numel() else "a tensor that isn't empty"
+
+
+def _find_missing(changes: Changes, metadata: Mapping[str, str]) -> list[str]:
+    """Return the kinds of tensors of which FastVideo's header counts another number than the file has."""
+    if metadata.get("format") != _FASTVIDEO:
+        return []
+    found = {
+        kind: sum(part in change.names for change in changes.values() for part in parts)
+        for kind, parts in _COUNTED.items()
+    }
+    stated = {kind: metadata[kind] for kind in found if kind in metadata}
+    return [f"{count} {kind}, not {found[kind]}" for kind, count in stated.items() if count != str(found[kind])]
 
 
 def _strip(name: str) -> str:

@@ -5,8 +5,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-# Keys of what a program does with the adapter, such as LTX-2's reference_downscale_factor. Trainers' own settings
-# begin with ss_ or modelspec.
+from wan_tpu.errors import InvalidRequest
+
+# How a reference video was scaled in training, as LTX-2's trainer writes it: training_strategies/flexible.py of
+# ltx-trainer at 400fd310.
+_OF_REFERENCES = re.compile(r"reference_(downscale|spatial_scale|temporal_scale)_factor")
+# Keys of what a program does with the adapter. Trainers' own settings begin with ss_ or modelspec.
 _WISHES = re.compile(r"(?!ss_|modelspec)(.*reference.*|(.*[_.])?(scale_factor|lora_scale|scale|strength|multiplier))")
 _NOTHING = ("", "0", "1", "1.0", "none", "null", "false", "[]")
 _ALPHAS = ("alpha", "lora_alpha", "network_alpha", "ss_network_alpha")
@@ -18,9 +22,18 @@ def list_unmet(metadata: Mapping[str, Any], applied: Collection[float]) -> Itera
     Args:
         metadata: The header's entries.
         applied: The alphas that are applied; a pair without one has its rank.
+
+    Raises:
+        InvalidRequest: The adapter was trained with a reference video, without which it is another adapter.
     """
     for key, value in metadata.items():
         text = str(value).strip()
+        if _OF_REFERENCES.fullmatch(key.lower()):
+            raise InvalidRequest(
+                f"an adapter's header has {key} {text[:40]}: it is an in-context adapter (IC-LoRA), trained with a "
+                "reference video, which requests can't have; leave it out",
+                "loras",
+            )
         if _WISHES.fullmatch(key.lower()) and text.lower() not in _NOTHING:
             yield f"asks for {key} {text[:40]} in its header, which has no effect here"
     for key in _ALPHAS:

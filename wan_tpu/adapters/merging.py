@@ -20,7 +20,7 @@ from wan_tpu.adapters.adapter import Adapter, Factors, Targets
 from wan_tpu.adapters.location import find
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.bridge import Params
-from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded
+from wan_tpu.runtime.components import DTYPES, SCALE, Component, Loaded, round_to_8_bits
 from wan_tpu.runtime.memory import DeviceRoom, MemoryNeed, fits
 from wan_tpu.runtime.program import Program
 from wan_tpu.runtime.runtime import FetchedAdapter, Runtime
@@ -101,6 +101,8 @@ class AdapterCache:
         params = base.params if not keep else dict(base.params)
         for weight in sorted({weight for item, _ in scaled_adapters for weight in (*item.factors, *item.differences)}):
             params |= _change_weight(runtime, params, weight, scaled_adapters)
+        for adapter, _ in scaled_adapters:
+            params |= _add_weights(runtime, name, base, adapter)
         merged = Loaded(base.module, params)
         jax.block_until_ready(list(params.values()))
         if memory := runtime.mesh.local_devices[0].memory_stats():
@@ -132,6 +134,24 @@ class AdapterCache:
 def _identify(adapters: Sequence[FetchedAdapter]) -> Content:
     """Return the key of merged weights: the adapters' checksums and scales, not their names or locations."""
     return tuple((adapter.checksum, adapter.scale) for adapter in adapters)
+
+
+def _add_weights(runtime: Runtime[Any], name: str, base: Loaded, adapter: Adapter) -> Params:
+    """Return the weights that an adapter adds to a component, with their scales if they are in 8 bits."""
+    params: Params = {}
+    shapes = base.with_added(runtime.model.components[name]).params
+    for weight, value in adapter.added.items():
+        shape = shapes[weight]
+        if (scales := shapes.get(weight + SCALE)) is None:
+            params[weight] = _place(value.astype(shape.dtype), runtime.mesh, _full_spec(shape))
+            continue
+        layers = [round_to_8_bits(layer, shape.dtype) for layer in value]
+        for part, suffix in enumerate(("", SCALE)):
+            like = (shape, scales)[part]
+            params[weight + suffix] = _place(
+                np.stack([layer[part] for layer in layers]), runtime.mesh, _full_spec(like)
+            )
+    return params
 
 
 def _change_weight(

@@ -34,8 +34,6 @@ _log = logging.getLogger(__name__)
 
 
 class Executables:
-    """The executables of one model's programs in a folder."""
-
     def __init__(self, folder: str | Path, settings: str, *, save: bool = False) -> None:
         """Open the folder.
 
@@ -72,9 +70,7 @@ class Executables:
         """Return the executable of a program for arguments like these.
 
         Args:
-            name: The program's name.
             args: The positional arguments: arrays, or shapes with shardings.
-            mesh: The devices that it runs on.
             build: Compiles the program. Called when none is stored.
         """
         description = key.describe_program(name, args, mesh, self._settings)

@@ -30,9 +30,7 @@ def describe_program(name: str, args: Any, mesh: Mesh, settings: str) -> dict[st
     """Describe a program: its name, its arguments' shapes and shardings, its devices, its model.
 
     Args:
-        name: The program's name.
         args: The positional arguments: arrays, or shapes with shardings.
-        mesh: The devices that it runs on.
         settings: Everything else that the traced function closes over, such as the model's configuration.
     """
     leaves, tree = jax.tree.flatten(args)
@@ -72,7 +70,6 @@ def source_digest() -> str:
 
 
 def digest(text: str) -> str:
-    """Return a short checksum of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

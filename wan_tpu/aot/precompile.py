@@ -17,19 +17,12 @@ from wan_tpu.runtime.runtime import Runtime
 
 @dataclass(frozen=True)
 class Precompiled:
-    """A program that is now in the folder.
-
-    Attributes:
-        name: Its name.
-        compile_s: Seconds spent compiling it; 0 if it was already there.
-        seconds: Seconds in total.
-        refusal: Why the program isn't stored: with this number of images it doesn't fit into memory.
-    """
+    """A program that is now in the folder."""
 
     name: str
-    compile_s: float
+    compile_s: float  # Seconds spent compiling it; 0 if it was already there.
     seconds: float
-    refusal: str | None = None
+    refusal: str | None = None  # Why the program isn't stored: with this number of images it doesn't fit into memory.
 
 
 def compile_all(
@@ -38,9 +31,6 @@ def compile_all(
     """Compile every program of a resolved request with any number of images.
 
     Args:
-        runtime: The model on its devices.
-        request: The request.
-        stages: The stages whose programs are compiled.
         on_program: Called before each program is compiled, with its name, its number and the number of programs.
 
     Returns:
@@ -61,7 +51,7 @@ def compile_all(
         try:
             program.compile(*args)
         except DoesNotFit as error:
-            if images == runtime.model.spec.image_counts[0]:
+            if images == runtime.model.spec.images_of(request)[0]:
                 raise
             refusals.append(f"{name}: {error}")
     return tuple(refusals)
@@ -75,10 +65,6 @@ def precompile(
     This includes the programs for every number of images that the model accepts.
 
     Args:
-        model: The model.
-        request: The request whose programs are compiled.
-        mesh: The devices that they will run on.
-        dtype: The precision.
         folder: Where to store them. Programs that are already there are left alone.
         stages: As in `stage_programs`.
 
@@ -97,7 +83,7 @@ def precompile(
             try:
                 program.compile(*args)
             except DoesNotFit as error:
-                if images == model.spec.image_counts[0]:
+                if images == model.spec.images_of(request)[0]:
                     raise
                 refusal = str(error)
             yield Precompiled(name, program.compile_s - before, time.perf_counter() - start, refusal)

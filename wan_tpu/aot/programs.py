@@ -11,9 +11,23 @@ from jax.sharding import Mesh
 
 from wan_tpu.adapters.merging import abstract_merge
 from wan_tpu.aot.executables import Executables
+from wan_tpu.aot.names import (
+    ADAPTERS,
+    ENLARGE,
+    FIRST_ENLARGE,
+    FIRST_STEP,
+    KEYS,
+    SKIPPED,
+    SMALLEST_STEP,
+    STEP,
+    UNGUIDED_KEYS,
+    UNGUIDED_SKIPPED,
+    UNGUIDED_STEP,
+)
 from wan_tpu.families.chunked import ChunkedModel
 from wan_tpu.families.model import Model
 from wan_tpu.plan import AUDIO, DECODER, ENCODER, VIDEO, Expert
+from wan_tpu.reference import count_read
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.components import DTYPES, SCALE, Loaded, abstract_component
@@ -25,6 +39,7 @@ from wan_tpu.stages import (
     growing_program,
     image_program,
     keys_program,
+    reference_program,
     residual_shape,
     sound_decoders,
     sound_program,
@@ -33,13 +48,8 @@ from wan_tpu.stages import (
     text_program,
     vae_programs,
 )
+from wan_tpu.stages.decoder_noise import noise_sharding
 
-STEP, SKIPPED = "denoise step", "denoise step, skipped"
-# Names of steps on smaller latents, if these are enlarged between experts, once or twice.
-FIRST_STEP, SMALLEST_STEP = "denoise step, smaller", "denoise step, smallest"
-ENLARGE, FIRST_ENLARGE = "enlarge latents", "enlarge latents, smaller"
-DENOISE_PROGRAMS = SMALLEST_STEP, FIRST_ENLARGE, FIRST_STEP, ENLARGE, STEP, SKIPPED
-ADAPTERS = "apply adapters"
 RANK = 64  # The rank of LightX2V's adapters, assumed for all adapters.
 
 # By name: the program, its arguments as shapes with shardings, and how often it runs for one video.
@@ -67,12 +77,12 @@ def stage_programs(
 
     Args:
         runtime: A runtime for the mesh; it may hold shapes instead of weights.
-        request: The request.
         stages: The stages whose programs are returned; all of the model's if None.
-        images: How many images the request has, one of `ModelSpec.image_counts`; the usual number if None.
+        images: How many images the request has, one of `ModelSpec.images_of`; the usual number if None.
     """
-    stages = runtime.model.spec.stages if stages is None else stages
-    images = runtime.model.spec.image_counts[0] if images is None else images
+    stages = tuple(runtime.model.spec.components) if stages is None else stages
+    images = runtime.model.spec.images_of(request)[0] if images is None else images
+    images = images if request.references is None else count_read(request.references)
     programs: StagePrograms = {}
     if "encoder" in stages:
         for name in runtime.model.token_shapes:
@@ -80,14 +90,18 @@ def stage_programs(
         components = runtime.model.spec.components[ENCODER]
         if "image_encoder" in components:
             programs["image_encoder"] = _image_encoder(runtime)
-        if "vae_encoder" in components and (images or request.video is not None):
+        if request.references is not None:
+            programs |= _references(runtime, request)
+        elif "vae_encoder" in components and (images or request.video is not None):
             programs |= _vae(runtime, "vae_encoder", runtime.model.image_chunks(request, images))
     all_experts = runtime.model.spec.experts(request)
     experts = [expert for expert in all_experts if expert.stage in stages]
     programs |= _adapters(runtime, request, experts)
-    if experts:
-        programs["text keys"] = _keys(runtime, request, experts, images)
-    # Experts whose latents have the same size run the same program.
+    has_guided = any(expert.guided for expert in all_experts)
+    for guided in (True, False):
+        if group := [expert for expert in experts if expert.guided is guided]:
+            programs[KEYS if guided or not has_guided else UNGUIDED_KEYS] = _keys(runtime, request, group, images)
+    # Experts whose latents have the same size, and all or none of whom have guidance, run the same program.
     names = name_steps(runtime.model, request, all_experts)
     for name in dict.fromkeys(names.values()):
         if group := [expert for expert in experts if names[expert] == name]:
@@ -97,15 +111,19 @@ def stage_programs(
             programs[kind] = _enlarging(runtime, request, group, images)
     if DECODER in stages:
         chunks = runtime.model.latent_chunks(request)
-        programs |= _sound(runtime, request) | _vae(runtime, "decoder", chunks)
+        programs |= _sound(runtime, request) | _vae(
+            runtime, "decoder", chunks, runtime.model.decoder_noise_shape(request)
+        )
     return programs
 
 
 def name_steps(model: Model, request: ResolvedRequest, experts: Sequence[Expert]) -> dict[Expert, str]:
-    """Return the name of each expert's step among the programs of a request, by the size of its latents."""
+    """Return the name of each expert's step among the programs of a request, by its latents' size and its guidance."""
     shapes = {expert: model.spec.latent_shapes(request, expert.stop)[VIDEO] for expert in experts}
     sizes = sorted(set(shapes.values()), reverse=True)
-    return {expert: (STEP, FIRST_STEP, SMALLEST_STEP)[sizes.index(shape)] for expert, shape in shapes.items()}
+    names = {expert: (STEP, FIRST_STEP, SMALLEST_STEP)[sizes.index(shape)] for expert, shape in shapes.items()}
+    guided = {names[expert] for expert in experts if expert.guided}
+    return {expert: UNGUIDED_STEP if name in guided and not expert.guided else name for expert, name in names.items()}
 
 
 def programs_by_images(
@@ -119,7 +137,7 @@ def programs_by_images(
     Args:
         runtime, request, stages: As for `stage_programs`.
     """
-    usual, *other_counts = runtime.model.spec.image_counts
+    usual, *other_counts = runtime.model.spec.images_of(request)
     programs = stage_programs(runtime, request, stages, images=usual)
     result = {usual: [(name, program, arguments) for name, (program, arguments, _) in programs.items()]}
     depends = len(runtime.model.image_latents_shapes(runtime.model.spec.latent_shapes(request, 0)[VIDEO])) > 1
@@ -145,8 +163,9 @@ def _text_encoder(
     reads_images = images > 0 and runtime.model.spec.reads_images
     program, params = text_program(runtime, name, images=reads_images)
     if reads_images:
-        tokens = [_array(runtime, x.shape, x.dtype) for x in runtime.model.image_token_shapes(request, images)[name]]
-        return program, (params, *tokens), 1
+        shapes = runtime.model.image_token_shapes(request, images)[name]
+        read = jax.tree.map(lambda x: _array(runtime, x.shape, x.dtype), shapes)
+        return program, (params, *read), 1
     tokens = [_array(runtime, shape, jnp.int32) for shape in runtime.model.token_shapes[name]]
     return program, (params, *tokens), len(runtime.model.spec.prompts(request))
 
@@ -157,10 +176,21 @@ def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     return image_program(runtime, loaded.module), (loaded.params, pixels), 1
 
 
+def _references(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
+    """Return the programs that encode a request's references, one for each shape."""
+    counts = collections.Counter(runtime.model.reference_shapes(request))
+    programs: StagePrograms = {}
+    for (name, shape, dtype), calls in counts.items():
+        loaded = runtime.component(name)
+        arguments = loaded.params, _array(runtime, shape, dtype)
+        programs[f"{name} {list(shape)}"] = reference_program(runtime, name, loaded.module), arguments, calls
+    return programs
+
+
 def _keys(
     runtime: Runtime, request: ResolvedRequest, experts: list[Expert], images: int
 ) -> tuple[Program, tuple[Any, ...], int]:
-    model, loaded, dtype = runtime.model, runtime.component(experts[0].stage), DTYPES[runtime.dtype]
+    model, loaded, dtype = runtime.model, _expert(runtime, request, experts), DTYPES[runtime.dtype]
     branches = 2 if any(expert.guided for expert in experts) else 1
     text = {
         name: _array(runtime, (branches, *shape), jnp.int32 if integers else dtype)
@@ -171,6 +201,13 @@ def _keys(
     if "image_encoder" in model.spec.components[ENCODER]:
         features = _array(runtime, model.image_features_shape, dtype)
     return keys_program(runtime, loaded.module), (loaded.params, text, features), len(experts)
+
+
+def _expert(runtime: Runtime, request: ResolvedRequest, experts: list[Expert]) -> Loaded:
+    """Return the experts' weights, with those that a request's adapters add."""
+    name = experts[0].stage
+    loaded = runtime.component(name)
+    return loaded.with_added(runtime.model.components[name]) if runtime.model.adds_weights(request) else loaded
 
 
 def _prompt_shapes(model: Model, request: ResolvedRequest, images: int) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -186,6 +223,7 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
     Without the adapters' files, they are assumed to change every matrix of the layers, with rank `RANK`.
     """
     programs: StagePrograms = {}
+    shardings: dict[str, list[Any]] = {}
     for expert in experts:
         if not request.adapters_for(expert.stage):
             continue
@@ -193,8 +231,13 @@ def _adapters(runtime: Runtime, request: ResolvedRequest, experts: list[Expert])
         for weight, base in params.items():
             if base.ndim != 3 or not weight.endswith(".weight"):
                 continue
-            # The rules give all matrices of the same shape the same sharding.
             name = f"{ADAPTERS} {list(base.shape)}" + (" in 8 bits" if weight + SCALE in params else "")
+            # Most rules give all matrices of the same shape the same sharding.
+            known = shardings.setdefault(name, [])
+            if base.sharding not in known:
+                known.append(base.sharding)
+            if number := known.index(base.sharding):
+                name += f", {known[number].spec}"
             program, arguments, calls = programs.get(name) or (
                 *abstract_merge(runtime, base, params.get(weight + SCALE), RANK),
                 0,
@@ -215,7 +258,7 @@ def _enlarging(
         number = numbers[VIDEO]
         return growing_program(runtime), (smaller[VIDEO], larger[VIDEO], (number, number)), len(experts)
     program, params = enlarging_program(runtime, experts[0])
-    image = _image_latents(runtime, request, experts[0], images)
+    image = None if request.references is not None else _image_latents(runtime, request, experts[0], images)
     return program, (params, smaller, image, larger, numbers), len(experts)
 
 
@@ -223,14 +266,14 @@ def _image_latents(
     runtime: Runtime, request: ResolvedRequest, expert: Expert, images: int
 ) -> jax.ShapeDtypeStruct | None:
     """Return the latents of a request's images, as an expert takes them; None without any."""
-    shapes = runtime.model.image_latents_shapes(runtime.model.spec.conditioned_shape(request, expert))
-    return _array(runtime, shapes[min(images, len(shapes)) - 1], jnp.float32) if images and shapes else None
+    shapes, has_any = runtime.model.condition_shapes(request, expert), images or request.references is not None
+    return _array(runtime, shapes[min(images, len(shapes)) - 1], jnp.float32) if has_any and shapes else None
 
 
 def _denoise(
     runtime: Runtime, request: ResolvedRequest, experts: list[Expert], name: str, images: int
 ) -> StagePrograms:
-    model, loaded = runtime.model, runtime.component(experts[0].stage)
+    model, loaded = runtime.model, _expert(runtime, request, experts)
     schedules = model.spec.schedules(request)
     shapes = model.spec.latent_shapes(request, experts[-1].stop)
     latents = {part: _array(runtime, shape, jnp.float32) for part, shape in shapes.items()}
@@ -239,7 +282,7 @@ def _denoise(
         for part, numbers in step_numbers(schedules, 0).items()
     }
     for part, schedule in schedules.items():
-        if schedule.noise_terms:
+        if any(schedule.draws[experts[0].start : experts[-1].stop]):
             numbers[part]["noise"] = latents[part]
     program, arguments, _ = _keys(runtime, request, experts, images)
     keys = model.key_shapes(runtime.mesh, jax.eval_shape(program.function, *arguments))
@@ -267,8 +310,8 @@ def _denoise(
     reused_steps = sum(int(skipped[expert.start : expert.stop, :branches].all(1).sum()) for expert in experts)
     partial, reused = (step_program(runtime, loaded.module, kind) for kind in ("some", "all"))
     return {
-        STEP: (partial, (*arguments, residual, computed), steps - reused_steps),
-        SKIPPED: (reused, (*arguments, residual), reused_steps),
+        name: (partial, (*arguments, residual, computed), steps - reused_steps),
+        UNGUIDED_SKIPPED if name == UNGUIDED_STEP else SKIPPED: (reused, (*arguments, residual), reused_steps),
     }
 
 
@@ -288,12 +331,18 @@ def _sound(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
     return programs
 
 
-def _vae(runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]]) -> StagePrograms:
+def _vae(
+    runtime: Runtime, name: str, shapes: Sequence[tuple[int, ...]], noise: tuple[int, ...] | None = None
+) -> StagePrograms:
     """Return the programs of a VAE half: of the first chunk, of later ones, and of the last if it has its own shape."""
     loaded, dtype = runtime.component(name), DTYPES[runtime.dtype]
     if name == "decoder":
         dtype = runtime.model.latents_dtype or dtype
-    x, *later_chunks = (_array(runtime, shape, dtype) for shape in shapes)
+    chunks: list[Any] = [_array(runtime, shape, dtype) for shape in shapes]
+    if noise is not None:
+        sharding = noise_sharding(runtime.mesh, noise)
+        chunks[0] = chunks[0], jax.ShapeDtypeStruct(noise, DTYPES[runtime.dtype], sharding=sharding)
+    x, *later_chunks = chunks
     half, first, later = vae_programs(runtime, name, loaded.module, 1 + len(later_chunks))
     begins_anew = name == "vae_encoder" and all(chunk.shape[2] == 1 for chunk in later_chunks)
     cache = half.cache_shapes(loaded.params, x) if later_chunks and not begins_anew else ()

@@ -18,52 +18,30 @@ _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device as JAX counts devices: a chip, or half of one.
+    """One device as JAX counts devices: a chip, or half of one."""
 
-    Attributes:
-        name: The chip's name.
-        host_topology: The compiler's name for one host's chips, such as v6e:2x2. Kernels are compiled alone for it.
-        clock_hz: Clock rate of its cores.
-        peak_flops: Dense bfloat16 operations a second.
-        hbm_bytes: Memory that programs may use.
-        hbm_bytes_per_s: Bandwidth of that memory.
-        grid_step_s: Seconds that a step of a kernel's grid takes beyond its bundles, if that was measured.
-    """
-
-    name: str
-    host_topology: str
+    name: str  # The chip's name.
+    host_topology: str  # The compiler's name for one host's chips, such as v6e:2x2. Kernels are compiled alone for it.
     clock_hz: float
-    peak_flops: float
-    hbm_bytes: float
-    hbm_bytes_per_s: float
-    grid_step_s: float = 0.0
+    peak_flops: float  # Dense bfloat16 operations a second.
+    hbm_bytes: float  # Memory that programs may use.
+    hbm_bytes_per_s: float  # Bandwidth of that memory.
+    grid_step_s: float = 0.0  # Seconds that a step of a kernel's grid takes beyond its bundles, if that was measured.
 
 
 @dataclass(frozen=True)
 class DescribedSlice:
-    """A slice as the compiler and the cost model need it.
+    """A slice as the compiler and the cost model need it."""
 
-    Attributes:
-        name: Name for people, such as v6e-8.
-        topology: The compiler's name, such as v6e:2x4.
-        host_bounds: Chips of one host along each of the three axes.
-        hardware: One JAX device.
-        wraps: Size of each axis that closes to a ring, 0 for others.
-        link_bytes_per_s: Bandwidth of one ICI link in one direction.
-        core_bytes_per_s: Bandwidth between the devices of one chip in one direction.
-        cores: TensorCores of one JAX device; they share the parallel axes of a kernel's grid.
-        calibrated: Says which of these figures were measured; empty if all are published ones.
-    """
-
-    name: str
-    topology: str
-    host_bounds: tuple[int, ...]
-    hardware: Hardware
-    wraps: tuple[int, ...]
-    link_bytes_per_s: float
-    core_bytes_per_s: float
-    cores: int = 1
-    calibrated: str = ""
+    name: str  # Name for people, such as v6e-8.
+    topology: str  # The compiler's name, such as v6e:2x4.
+    host_bounds: tuple[int, ...]  # Chips of one host along each of the three axes.
+    hardware: Hardware  # One JAX device.
+    wraps: tuple[int, ...]  # Size of each axis that closes to a ring, 0 for others.
+    link_bytes_per_s: float  # Bandwidth of one ICI link in one direction.
+    core_bytes_per_s: float  # Bandwidth between the devices of one chip in one direction.
+    cores: int = 1  # TensorCores of one JAX device; they share the parallel axes of a kernel's grid.
+    calibrated: str = ""  # Says which of these figures were measured; empty if all are published ones.
 
     def devices(self) -> list[Any]:
         """Return the described devices, in the order in which JAX lists them.
@@ -72,7 +50,7 @@ class DescribedSlice:
             InvalidInput: libtpu, which holds the compiler, is missing or doesn't know the topology.
         """
         if importlib.util.find_spec("libtpu") is None:
-            raise InvalidInput("compiling for a TPU needs its compiler: pip install 'wan-tpu[tpu]' (Linux, x86-64)")
+            raise InvalidInput("compiling for a TPU needs its compiler: pip install '.[tpu]' (Linux, x86-64)")
         for name, value in COMPILES_ONLY.items():
             os.environ.setdefault(name, value)
         flags = os.environ.get("LIBTPU_INIT_ARGS", "")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan_tpu.commands.importing import heavy_imports
-from wan_tpu.commands.parser import add_mesh, add_model, add_precision, add_switches
+from wan_tpu.commands.parser import OptionGroup, Parser, add_mesh, add_model, add_precision, add_switches
 from wan_tpu.errors import InvalidInput, OutputError
 from wan_tpu.families import FAMILIES, open_spec
 from wan_tpu.fields import describe, type_of
@@ -19,6 +19,7 @@ from wan_tpu.lengths import count_frames
 from wan_tpu.media.video import check_ffmpeg, check_folder, check_output
 from wan_tpu.progress import CompileNotice, Console
 from wan_tpu.request import FIELDS, NAMED_SIZES, GenerationRequest, parse_size
+from wan_tpu.requested_adapter import FORM
 from wan_tpu.switches import set_switches
 
 if TYPE_CHECKING:
@@ -43,12 +44,24 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             + " ".join(NAMED_SIZES)
         },
     ),
+    "references": (
+        "--reference",
+        {
+            "dest": "references",
+            "action": "append",
+            "metavar": "KIND:PATH",
+            "help": "an image, a video or a sound (image, video or audio for KIND) that the prompt is about, for "
+            "models that take references; may be repeated, and the order counts: Picture 1, Picture 2, Video 1; "
+            "continued, the last one: a video of the same size that the new one goes on from, with motion and sound; "
+            "soundtrack: a sound that becomes the video's, which follows it",
+        },
+    ),
     "loras": (
         "--lora",
         {
             "dest": "loras",
             "action": "append",
-            "metavar": "PATH[:SCALE][@high|low|both]",
+            "metavar": FORM,
             "help": "adapter of the experts: a file or a folder, here or in gs://, or OWNER/NAME[/FILE] of the hub; "
             "may be repeated",
         },
@@ -56,15 +69,16 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: Parser) -> None:
     """Add the options that say which model to run, where and how."""
-    group = parser.add_argument_group("model and devices")
+    group = parser.add_group("model and devices")
     examples = ", ".join(family.example for family in FAMILIES.values())
-    add_model(group, required=True, help=f"diffusers directory, here or in gs://, or hub id ({examples})")
+    text = f"a name that wan-tpu models lists, a hub id ({examples}), or a diffusers directory, here or in a bucket"
+    add_model(group, required=True, help=text)
     add_device_arguments(group)
 
 
-def add_device_arguments(group: argparse._ActionsContainer) -> None:
+def add_device_arguments(group: OptionGroup) -> None:
     """Add the options that say where and how to run a model; by default the mesh takes all devices."""
     add_precision(group, default=None)
     group.add_argument(
@@ -75,9 +89,9 @@ def add_device_arguments(group: argparse._ActionsContainer) -> None:
     add_switches(group)
 
 
-def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+def add_request_arguments(parser: Parser) -> None:
     """Add an option for each field of a request."""
-    group = parser.add_argument_group("request (settings that you omit are the model's published ones)")
+    group = parser.add_group("request (settings that you omit are the model's published ones)")
     for name in FIELDS:
         if name not in SAMPLING:
             _add_field(group, name)
@@ -87,31 +101,39 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(group)
 
 
-def add_sampling_arguments(group: argparse._ActionsContainer) -> None:
+def add_sampling_arguments(group: OptionGroup) -> None:
     """Add an option for each field that `SAMPLING` lists."""
     for name in SAMPLING:
         _add_field(group, name)
 
 
-def _add_field(group: argparse._ActionsContainer, name: str) -> None:
+def _add_field(group: OptionGroup, name: str) -> None:
     """Add the option of a request's field; height and width have one together."""
     if name in _OPTIONS:
         option, settings = _OPTIONS[name]
         group.add_argument(option, **settings)
     elif name != "width":
         field = FIELDS[name]
-        text = re.sub("`(\\w+)`", r"--\1", describe(field)).removesuffix(".").replace("%", "%%")
+        text = re.sub("`(\\w+)`", _spell, describe(field)).removesuffix(".").replace("%", "%%")
         default = "" if field.default in (None, "") else f"; default {field.default}"
         settings = {"help": text[0].lower() + text[1:] + default} | _READ_AS.get(type_of(field), {})
         group.add_argument(f"--{name}", **settings)
 
 
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
+def _spell(quoted: re.Match[str]) -> str:
+    """Return a quoted name as the option of that field, or as it is if it names something else."""
+    name = quoted[1]
+    if name not in FIELDS:
+        return name
+    return _OPTIONS[name][0] if name in _OPTIONS else f"--{name}"
+
+
+def add_overwrite(parser: Parser) -> None:
     """Add --overwrite."""
     parser.add_argument("--overwrite", action="store_true", help="write over existing outputs; else they are an error")
 
 
-def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+def add_profile_arguments(parser: Parser) -> None:
     """Add the options that profile a few warm denoising steps."""
     parser.add_argument("--profile", action="store_true", help="trace a few warm denoise steps with jax.profiler")
     parser.add_argument(

@@ -12,14 +12,16 @@ from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser
 from wan_tpu.commands.previewing import add_preview_arguments, read_options
 from wan_tpu.commands.session import run_session
-from wan_tpu.errors import InvalidInput, OutputError, WanTpuError
+from wan_tpu.errors import InvalidInput, InvalidRequest, OutputError, WanTpuError
 from wan_tpu.families import open_spec
+from wan_tpu.lengths import describe_length
 from wan_tpu.media.joining import join_videos, prepare_source, read_clip
 from wan_tpu.media.reading import open_video, read_frame
 from wan_tpu.media.shown import Fit
 from wan_tpu.media.temporary import open_folder
 from wan_tpu.media.video import check_output
 from wan_tpu.progress import say
+from wan_tpu.reference import CONTINUED, open_reference, parse_references
 from wan_tpu.switches import set_switches
 
 _EXAMPLES = """
@@ -82,9 +84,10 @@ def generate(argv: Sequence[str]) -> None:
         pipe = arguments.pipeline_from(args)
         pipe.check_components()
         recorder = Recorder(pipe.runtime, plan)
-        for warning in [] if size is None else spec.describe_fit(plan.request, "the video to extend", size):
+        fit = [] if size is None else spec.describe_fit(plan.request, "the video to extend", size)
+        for warning in [*fit, *describe_length(args.seconds, plan.request, spec)]:
             recorder.warn(warning)
-        make_recorded(
+        made = make_recorded(
             pipe,
             plan,
             recorder,
@@ -92,8 +95,8 @@ def generate(argv: Sequence[str]) -> None:
             profiler=profiler,
             previews=previews,
             overwrite=args.overwrite,
+            extended=args.extend if plan.request.video is not None else None,
         )
-        made = plan.request
         if source is not None:
             try:
                 join_videos([source, part], outputs[0])
@@ -137,11 +140,22 @@ def plan_extension(
     if request.height is None and request.width is None:
         height, width = spec.size_to_extend(size)
         request = dataclasses.replace(request, height=height, width=width)
-    resolved = spec.plan(request, image=True, picture=size).request
+    alone = dataclasses.replace(request, references=None, reference_size=None) if spec.overlap else request
+    resolved = spec.plan(alone, image=True, picture=size).request
     source = prepare_source(video, folder, Fit(resolved.height, resolved.width, spec.shape_slack), resolved.fps)
     frames = read_clip(source).frames
     if spec.continues_video and frames >= spec.frame_offset:
         return spec.plan(dataclasses.replace(request, video=source)), source
+    if spec.overlap is not None and frames >= spec.overlap.frames:
+        references = [*(parse_references(request.references or ()) or ()), open_reference(CONTINUED, source)]
+        try:
+            plan = spec.plan(dataclasses.replace(request, references=references))
+        except InvalidRequest as error:
+            if error.field not in ("preset", "fps", "frames"):  # What can't go on so begins with the last frame.
+                raise
+        else:
+            origin = frames - spec.overlap.frames
+            return plan.with_request(dataclasses.replace(plan.request, origin=origin)), source
     frame = read_frame(source, frames - 1)
     frame.info["source"] = f"the last frame of {video}"
     plan = spec.plan(dataclasses.replace(request, image=frame))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wan_tpu.commands.parser import OptionGroup, Parser
 from wan_tpu.media.video import check_output
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ class PreviewOptions:
 NO_PREVIEWS = PreviewOptions(shown=False)
 
 
-def add_preview_arguments(parser: argparse.ArgumentParser) -> None:
+def add_preview_arguments(parser: Parser) -> None:
     """Add the options for previews."""
-    group = parser.add_argument_group("previews")
+    group = parser.add_group("previews")
     group.add_argument(
         "--previews",
         choices=("auto", "keep", "off"),
@@ -46,6 +47,11 @@ def add_preview_arguments(parser: argparse.ArgumentParser) -> None:
         help="pictures of the unfinished video: auto shows them on a terminal, until the video is there; keep leaves "
         "the last one beside the video; off makes none; default %(default)s",
     )
+    add_decoder_argument(group)
+
+
+def add_decoder_argument(group: OptionGroup) -> None:
+    """Add --preview_decoder."""
     group.add_argument(
         "--preview_decoder",
         metavar="FILE",

@@ -86,7 +86,20 @@ class Recorder:
         self.stages: dict[str, StageRecord] = {}
         self._operations: dict[str, list[Operation]] = {}
         self._steps: list[dict[str, Any]] = []
+        self._resumed_at = 0
         self._start = self._end = time.perf_counter()
+
+    def resume(self, step: int, warnings: Sequence[str]) -> None:
+        """Note that an earlier process has done so many steps, and what it has warned about."""
+        self._resumed_at = step
+        for warning in warnings:
+            self.warn(warning)
+
+    def set_length(self, plan: RequestPlan) -> ResolvedRequest:
+        """Take over the length of a plan of the same request, which isn't open any more; return the request with it."""
+        length = {name: getattr(plan.request, name) for name in ("frames", "max_seconds")}
+        self._plan = self._plan.with_request(dataclasses.replace(self._plan.request, **length))
+        return self._plan.request
 
     @contextmanager
     def operation(self, operation: Operation) -> Iterator[None]:
@@ -200,6 +213,7 @@ class Recorder:
                 "programs": count_programs(),
                 "stages": [record.to_json() for record in self.stages.values()],
                 "video": self._video().to_json(),
+                "resumed_at": self._resumed_at,
                 "steps": self._steps,
                 "warnings": self.warnings,
             },

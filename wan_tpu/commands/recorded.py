@@ -1,5 +1,6 @@
 """The stages as `generate` and the stage commands run them: each is timed in the record of the video."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +9,15 @@ import numpy as np
 
 from wan_tpu.commands.previewing import NO_PREVIEWS, PreviewOptions, showing_previews
 from wan_tpu.commands.record import Profiler, Recorder
+from wan_tpu.commands.unfinished import keeping_unfinished
 from wan_tpu.data import to_uint8
 from wan_tpu.errors import OutputError
+from wan_tpu.media.mp4 import cut_sound
 from wan_tpu.media.video import ContactSheet, VideoWriter
 from wan_tpu.pipeline import Pipeline
 from wan_tpu.plan import RequestPlan
+from wan_tpu.progress import say
+from wan_tpu.reference import find_tail
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
 from wan_tpu.stages import LocalExecutor, StepEvent
@@ -27,13 +32,42 @@ def make_recorded(
     profiler: Profiler | None = None,
     previews: PreviewOptions = NO_PREVIEWS,
     overwrite: bool = False,
-) -> None:
-    """Run all stages, and write the mp4 and the contact sheet."""
-    run = pipe.run(pipe.fetch_adapters(plan), warn=recorder.warn, around=recorder.operation)
-    encode_recorded(run)
-    with showing_previews(pipe, run, outputs[0], previews) as offer_preview:
-        denoise_recorded(run, recorder, profiler, on_step=offer_preview)
-    decode_to_files(run, recorder, plan.request, outputs, overwrite=overwrite)
+    extended: Path | None = None,
+) -> ResolvedRequest:
+    """Run what an earlier run hasn't done of all stages, and write the mp4 and the contact sheet.
+
+    Args:
+        extended: The video that the request continues, if the plan's video is a copy of it.
+
+    Returns:
+        The request, with the length that the model has chosen if it was open.
+    """
+    request = plan.request if extended is None else dataclasses.replace(plan.request, video=extended)
+    with keeping_unfinished(pipe, request) as unfinished:
+        earlier = unfinished.kept
+        if done := earlier.describe(plan.steps):
+            say(f"{done}, by an earlier run")
+        recorder.resume(0 if earlier.state is None else earlier.state.step, earlier.warnings)
+        run = pipe.make_executor(
+            pipe.fetch_adapters(plan),
+            conditioning=earlier.conditioning,
+            state=earlier.state,
+            warn=recorder.warn,
+            around=recorder.operation,
+        )
+        encode_recorded(run)
+        made = recorder.set_length(run.plan)
+        unfinished.offer(run, recorder.warnings)
+        with showing_previews(pipe, run, outputs[0], previews) as offer_preview:
+
+            def on_step(event: StepEvent) -> None:
+                unfinished.offer(run, recorder.warnings)
+                offer_preview(event)
+
+            denoise_recorded(run, recorder, profiler, on_step=on_step)
+            unfinished.offer(run, recorder.warnings)
+            decode_to_files(run, recorder, made, outputs, overwrite=overwrite)
+    return made
 
 
 def encode_recorded(run: LocalExecutor) -> None:
@@ -68,14 +102,15 @@ def decode_to_files(
 ) -> None:
     """Decode the latents, and write the mp4 and the contact sheet as the frames arrive."""
     sheet, hidden = ContactSheet(request.frames, request.fps), request.hidden_frames
+    origin = None if find_tail(request.references) is None else request.origin
     with recorder.stage("decoder") as record:
         with VideoWriter(outputs[0], fps=request.fps, overwrite=overwrite) as writer:
             last_frames = time.perf_counter()
             for operation, result in run.work(DecodeSound, Decode):
                 last_frames = time.perf_counter()
                 if isinstance(operation, DecodeSound):
-                    audio, rate = result
-                    writer.set_audio(audio[:, round(hidden * rate / request.fps) :], rate)
+                    sound, rate = result
+                    writer.set_audio(*cut_sound(sound, rate, request.fps, hidden=hidden, origin=origin))
                     continue
                 frames = to_uint8(recorder.runtime.model.pixels(np.asarray(result[0])))
                 sheet.add(frames)

@@ -22,6 +22,7 @@ from wan_tpu.commands.previewing import read_options
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.families import family_of_spec, open_spec
 from wan_tpu.fields import type_of
+from wan_tpu.lengths import describe_length
 from wan_tpu.progress import say
 from wan_tpu.request import FIELDS
 from wan_tpu.storage.folder import state_folder
@@ -43,7 +44,9 @@ Type what the next video shows. A line that begins with ! changes a setting of a
 Every option for the request in wan-tpu generate --help is such a setting, such as !steps 20 or !negative_prompt ugly.
 Without a value, it is left to the model again."""
 _OTHERS = ("again", "help", "quit")
-_NAMES = {*FIELDS, "size", "seconds", "lora"} - {"prompt", "height", "width", "loras"}  # Of the settings.
+_REPEATED = {"lora": "loras", "reference": "references"}  # The fields of options that may be repeated.
+_OTHERWISE = {"prompt", "height", "width", *_REPEATED.values()}  # Fields that have no setting of their name.
+_NAMES = {*FIELDS, "size", "seconds", *_REPEATED} - _OTHERWISE  # Of the settings.
 _LENGTHS = ("seconds", "frames")
 _ONE_VIDEO = ("extend", "profile", "overwrite")  # Options that concern a single video.
 _MOST_LINES = 1000  # Of the history.
@@ -173,8 +176,9 @@ class Session:
 
     def describe(self) -> str:
         """Return the settings of the next video in one line."""
-        request = self._plan(self._args).request
-        parts = [f"{request.width}x{request.height}", f"{request.frames} frames", f"{request.steps} steps"]
+        plan = self._plan(self._args)
+        request, at_most = plan.request, "at most " if plan.has_open_length else ""
+        parts = [f"{request.width}x{request.height}", f"{at_most}{request.frames} frames", f"{request.steps} steps"]
         if request.preset is not None:
             parts.append(f"preset {request.preset}")
         return f"{self._spec.name}: {', '.join(parts)}, seed {request.seed}"
@@ -195,7 +199,7 @@ class Session:
             words = [f"--{name}={_as_shell(value)}"]
         else:
             words = []
-            attribute = "loras" if name == "lora" else name
+            attribute = _REPEATED.get(name, name)
             setattr(changed, attribute, self._parser.get_default(attribute))
         self._args = self._check(self._parser.parse_args(words, changed))
 
@@ -222,9 +226,11 @@ class Session:
             self._pipeline = arguments.pipeline_from(self._args, keep_weights=True)
             self._pipeline.check_components()
         recorder, start = Recorder(self._pipeline.runtime, plan), time.perf_counter()
-        make_recorded(self._pipeline, plan, recorder, outputs, previews=read_options(self._args))
+        for warning in describe_length(self._args.seconds, plan.request, self._spec):
+            recorder.warn(warning)
+        made = make_recorded(self._pipeline, plan, recorder, outputs, previews=read_options(self._args))
         print(f"{outputs[0]}: seed {plan.request.seed}, {time.perf_counter() - start:.1f} s", flush=True)
-        recorder.save(outputs[2], plan.request)
+        recorder.save(outputs[2], made)
 
     def _choose_outputs(self) -> tuple[Path, Path, Path]:
         """Return where the next video, its sheet and its record go: the first number that none of them has.

@@ -18,9 +18,11 @@ from wan_tpu.commands import arguments
 from wan_tpu.commands.importing import heavy_imports
 from wan_tpu.commands.parser import Parser, add_model
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value, write_json
-from wan_tpu.errors import InvalidInput, WanTpuError
+from wan_tpu.errors import InvalidInput, InvalidRequest, WanTpuError
+from wan_tpu.lengths import describe_length
 from wan_tpu.media.video import check_output
 from wan_tpu.plan import DECODER, ENCODER
+from wan_tpu.reference import UNREAD, parse_references
 from wan_tpu.request import IMAGES, GenerationRequest, ResolvedRequest, override
 from wan_tpu.sources.disk import explain_disk_error, is_permanent
 
@@ -77,6 +79,11 @@ def encode(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     request = arguments.request_from(args)
+    if unread := [one.kind for one in parse_references(request.references or ()) or () if one.kind in UNREAD]:
+        raise InvalidRequest(
+            f"references has a {unread[0]}, whose sound isn't kept between the stages; use wan-tpu generate",
+            "references",
+        )
     for name in (CONFIG, EMBEDDINGS):
         check_output(
             args.output_dir / name,
@@ -93,10 +100,12 @@ def encode(argv: Sequence[str]) -> None:
     pipe.fetch_adapters(plan)  # Bad adapters are refused before any work.
     pipe.check_components(*pipe.runtime.model.spec.components[ENCODER])
     recorder = Recorder(pipe.runtime, plan)
-    encoding = pipe.run(plan, warn=recorder.warn, around=recorder.operation)
+    for warning in describe_length(args.seconds, plan.request, pipe.runtime.model.spec):
+        recorder.warn(warning)
+    encoding = pipe.make_executor(plan, warn=recorder.warn, around=recorder.operation)
     encode_recorded(encoding)
     source = pipe.runtime.model.checkpoint.source
-    run = Run(uuid.uuid4().hex, source, pipe.runtime.dtype, plan.request, tuple(recorder.warnings))
+    run = Run(uuid.uuid4().hex, source, pipe.runtime.dtype, encoding.plan.request, tuple(recorder.warnings))
     save_value(encoding.conditioning, args.output_dir / EMBEDDINGS, {"id": run.id})
     write_json(args.output_dir / CONFIG, run.to_json())
     print(recorder.table())
@@ -146,9 +155,10 @@ def denoise(argv: Sequence[str]) -> None:
         )
     has_video = conditioning.video_latents is not None
     has_last = spec.last_images == "required" or conditioning.has_last_image
-    spec.check(run.request, image=conditioning.has_image, last=has_last, video=has_video)
-    plan = spec.plan_resolved(run.request, image=conditioning.has_image, last=has_last)
-    pipe.check_components(*spec.denoise_stages)
+    has_image = conditioning.has_image and run.request.references is None
+    spec.check(run.request, image=has_image, last=has_last, video=has_video)
+    plan = spec.plan_resolved(run.request, image=has_image, last=has_last)
+    pipe.check_components(*(expert.stage for expert in plan.experts))
     plan = pipe.fetch_adapters(plan)
     state = resumed or pipe.initial_state(plan, conditioning=conditioning)
     stop = plan.experts[0].stop if args.stop_after_high else None
@@ -156,7 +166,7 @@ def denoise(argv: Sequence[str]) -> None:
         pipe.denoise(plan, conditioning, state, stop=min(state.step + args.warmup_steps, plan.steps))
     recorder = Recorder(pipe.runtime, plan)
     profiler = arguments.profiler_from(args)
-    denoising = pipe.run(plan, conditioning=conditioning, state=state, around=recorder.operation)
+    denoising = pipe.make_executor(plan, conditioning=conditioning, state=state, around=recorder.operation)
     denoise_recorded(denoising, recorder, profiler, stop=stop)
     state = denoising.state
     # One file holds the latents and their settings, so that the two always belong together.
@@ -199,14 +209,14 @@ def decode(argv: Sequence[str]) -> None:
         )
     pipe.check_components(*pipe.runtime.model.spec.components[DECODER])
     recorder = Recorder(pipe.runtime, plan, run.warnings)
-    decoding = pipe.run(plan, state=state, around=recorder.operation)
+    decoding = pipe.make_executor(plan, state=state, around=recorder.operation)
     decode_to_files(decoding, recorder, request, outputs, overwrite=args.overwrite)
     report(outputs, recorder, request)
 
 
-def _add_input(parser: argparse.ArgumentParser) -> None:
+def _add_input(parser: Parser) -> None:
     parser.add_argument("--input_dir", type=Path, default=Path("stages"), help="folder of stage 1; default %(default)s")
-    add_model(parser, help="diffusers directory, here or in gs://, or hub id; default: as in the stage before")
+    add_model(parser, help="name, hub id or diffusers directory; default: as in the stage before")
     arguments.add_device_arguments(parser)
 
 

@@ -11,11 +11,11 @@ from wan_tpu.errors import InvalidInput
 def weights(argv: Sequence[str]) -> None:
     """Write a checkpoint's weights as programs take them: smaller, and in pieces that follow a slice's shards."""
     parser = Parser(prog="wan-tpu weights", description=weights.__doc__)
-    actions = parser.add_subparsers(
+    actions = parser.add_actions(
         dest="action", required=True, metavar="ACTION", parser_class=Parser, help="what to do; each has a --help"
     )
     action = actions.add_parser("convert", help="write a checkpoint, for --model, from another one")
-    action.add_argument("source", help="diffusers directory, here or in gs://, or hub id; a converted one, too")
+    action.add_argument("source", help="name, hub id or diffusers directory; a converted one, too")
     action.add_argument(
         "destination", help="folder or gs://bucket/folder; complete components of the same files are kept"
     )

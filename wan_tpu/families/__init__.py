@@ -53,6 +53,10 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     """
     hub_ids, name = list_hub_ids(), str(source)
     if isinstance(source, str) and name and "/" not in name and not Path(name).exists():
+        if name in list_published() and name not in hub_ids:
+            raise CheckpointError(
+                f"{name} isn't on the hub in diffusers' layout; give the directory of its checkpoint (docs/models.md)"
+            )
         if name not in hub_ids:
             raise CheckpointError(
                 f"{name} is neither a directory, nor a hub id (OWNER/NAME), nor the name of a model on the hub"
@@ -109,10 +113,18 @@ def list_published() -> dict[str, Family]:
     return {name: family for family in FAMILIES.values() for name in family.published}
 
 
-def published_spec(name: str) -> ModelSpec:
-    """Return the spec of a published model."""
+def published_spec(name: str, decoder: str | None = None) -> ModelSpec:
+    """Return the spec of a published model.
+
+    Args:
+        decoder: The name of another decoder than the usual one.
+
+    Raises:
+        InvalidRequest: The model doesn't have it.
+    """
     family = list_published()[name]
-    return family.spec(family.published[name])
+    spec = family.spec(family.published[name])
+    return spec if decoder is None else spec.with_decoder(decoder)
 
 
 model_limits.list_models = lambda: map(published_spec, list_published())

@@ -28,7 +28,6 @@ class ChunkedModel(abc.ABC):
             expert: The expert whose first step uses the noise.
             generator: The state of the request's generator (`torch.Generator.get_state`), uint8; None if nothing has
                 been drawn.
-            images: How many images the request has.
 
         Returns:
             The noise, float32 of the shape of the expert's latents, and the generator's state after it.
@@ -57,7 +56,6 @@ class ChunkedModel(abc.ABC):
 
         Args:
             moments: The VAE encoder's output [1, 2C, T, H, W] for `Model.video_condition`.
-            request: The request.
             source_frames: How many frames its video has; None for an image.
 
         Returns:
@@ -72,7 +70,6 @@ class ChunkedModel(abc.ABC):
         """Return what all steps of a chunk need from earlier chunks, by name; `velocity` gets it with the keys.
 
         Args:
-            request: The request.
             chunks: The latents of the earlier chunks, each float32 [1, C, T, H, W].
             image_latents: As in `Conditioning`, or its `video_latents`.
         """

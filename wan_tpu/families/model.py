@@ -22,7 +22,7 @@ from wan_tpu.families.shared.flop_count import Flops
 from wan_tpu.families.shared.image_processing import ImageProcessor
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import Tokenizer
-from wan_tpu.plan import VIDEO, Expert
+from wan_tpu.plan import VIDEO, Expert, PromptText
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.components import Component, Loaded
@@ -36,7 +36,6 @@ class StepInputs(NamedTuple):
         latents: The video's, float32 [1, C, T, H, W].
         timestep: float32 scalar, or [2] with the next step's as well if the schedule has it (`Schedule.following`).
         guidance: float32 scalar, or a vector where the schedule has several scales.
-        keys: From `Model.text_keys` and `Model.constants`.
         image_latents: As in `Conditioning`.
         audio: The sound's latents, float32 [1, ...], and their timestep; None for models without sound.
     """
@@ -128,7 +127,7 @@ class Model(SeededNoise, abc.ABC):
         """Return the same for a prompt that the text encoder reads together with that number of images."""
         return self.prompt_shapes
 
-    def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
+    def image_token_shapes(self, request: ResolvedRequest, images: int) -> dict[str, tuple[Any, ...]]:
         """Return shapes and dtypes of the inputs of text encoders that read images; none by default."""
         return {}
 
@@ -150,6 +149,14 @@ class Model(SeededNoise, abc.ABC):
         """Return the image condition's shape for each number of images; a single shape if it doesn't depend on that."""
         usual = self.image_latents_shape(latent_shape)
         return () if usual is None else (usual,)
+
+    def condition_shapes(self, request: ResolvedRequest, expert: Expert) -> tuple[tuple[int, ...], ...]:
+        """Return the same for one of a request's experts, whose references may decide it."""
+        return self.image_latents_shapes(self.spec.conditioned_shape(request, expert))
+
+    def reference_shapes(self, request: ResolvedRequest) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return the component, the shape and the dtype of each of `read_references`."""
+        return []
 
     def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
         """Return the shapes [1, 3, T, H, W] of the chunks of pixels that "vae_encoder" takes; by default the image."""
@@ -197,7 +204,11 @@ class Model(SeededNoise, abc.ABC):
         Encoders for which this prompt contains nothing to read are left out.
         """
 
-    def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+    def tokenize_text(self, prompt: PromptText) -> tuple[dict[str, tuple[np.ndarray, ...]], list[Cut]]:
+        """Return what `tokenize` does for a request's prompt, whose preset may say how it is read."""
+        return self.tokenize(prompt.text)
+
+    def tokenize_with_images(self, request: ResolvedRequest) -> tuple[dict[str, tuple[Any, ...]], list[Cut]]:
         """Return what `tokenize` does for a prompt and the images that the text encoder reads with it.
 
         Called only if the spec says that it does (`ModelSpec.reads_images`).
@@ -213,9 +224,7 @@ class Model(SeededNoise, abc.ABC):
         """Run one text encoder on its tokens [B, L] (ids and mask) and return embeddings [B, L, C], or several by name.
 
         Args:
-            component: The text encoder.
             loaded: The text encoder, and the components that are joined with it.
-            tokens: From `tokenize`.
         """
 
     def prompt_arrays(
@@ -240,6 +249,27 @@ class Model(SeededNoise, abc.ABC):
         """Turn the VAE encoder's output [1, 2C, T, H, W] into the image condition of `Conditioning`, float32."""
         raise NotImplementedError
 
+    def read_references(
+        self, request: ResolvedRequest
+    ) -> tuple[list[tuple[str, np.ndarray]], dict[str, tuple[Any, ...]], list[Cut]]:
+        """Read a request's references; called only if it has any.
+
+        Returns:
+            What is encoded, each with the component that encodes it: pixels or samples; and what `tokenize` returns,
+            for the prompt with its references.
+        """
+        raise NotImplementedError
+
+    def encode_reference(
+        self, component: str, module: torch.nn.Module, params: Params, mesh: Mesh, value: jax.Array
+    ) -> jax.Array:
+        """Run one of these components on one of these values; float32."""
+        raise NotImplementedError
+
+    def reference_latents(self, encoded: Sequence[np.ndarray], request: ResolvedRequest) -> np.ndarray:
+        """Return what `encode_reference` has made of all of them as the image condition of `Conditioning`, float32."""
+        raise NotImplementedError
+
     def vae_encoder(self, module: torch.nn.Module, mesh: Mesh) -> Chunks:
         """Return the functions that encode pixels as moments [1, 2C, T, H, W], chunk by chunk."""
         raise NotImplementedError
@@ -260,7 +290,6 @@ class Model(SeededNoise, abc.ABC):
 
         Args:
             loaded: The components of the expert's stage that follow the transformer.
-            mesh: The devices.
             latents: Float32 [1, C, T, H, W].
         """
         raise NotImplementedError
@@ -271,11 +300,14 @@ class Model(SeededNoise, abc.ABC):
         """Return arrays that every step needs in addition to the text's keys, computed on the host; none by default.
 
         Args:
-            request: The request.
             latent_shape: The shape of the video's latents.
             text: From `prompt_arrays`, for the prompt.
         """
         return {}
+
+    def adds_weights(self, request: ResolvedRequest) -> bool:
+        """Return whether a request's adapters add weights (`Component.added`), as those of a preset may."""
+        return False
 
     def variant(self, request: ResolvedRequest) -> dict[str, Any]:
         """Return static values that choose a variant of the expert's programs, as pytrees without arrays; none usually.
@@ -296,9 +328,6 @@ class Model(SeededNoise, abc.ABC):
         """Return what an expert computes from the prompts once per request: the keys for all of its steps.
 
         Args:
-            module: The expert.
-            params: Its weights.
-            mesh: The devices.
             text: Arrays of `prompt_arrays` by name, [B, ...]: the prompt's only, or the prompt's and the negative
                 prompt's.
             image: [1, L, C], features of the image.
@@ -328,10 +357,6 @@ class Model(SeededNoise, abc.ABC):
         """Return `velocity`, and what the blocks added; called only if the model has `curves`.
 
         Args:
-            module: The expert.
-            params: Its weights.
-            mesh: The devices.
-            inputs: The step's inputs.
             reuse: What the blocks added before (`residual_shape`), and which branches reuse it, bool [B]. If that is
                 None, all do, and no block is computed.
         """
@@ -341,7 +366,30 @@ class Model(SeededNoise, abc.ABC):
         """Return the latents to decode, given those after the last step; by default, the same ones."""
         return latents
 
+    def finish_sound(
+        self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest
+    ) -> np.ndarray:
+        """Return the same for the sound's latents."""
+        return latents
+
     # ---- The decoder stage.
+
+    def given_sound(self, request: ResolvedRequest) -> np.ndarray | None:
+        """Return the sound of a request's video, float32 [channels, samples], where it is given, not made."""
+        return None
+
+    @property
+    def begins_decoder_with_noise(self) -> bool:
+        """Whether the decoder takes noise with the latents; none does by default."""
+        return False
+
+    def decoder_noise_shape(self, request: ResolvedRequest) -> tuple[int, ...] | None:
+        """Return the shape of that noise; None if it takes none."""
+        return (1, 3, request.frames, request.height, request.width) if self.begins_decoder_with_noise else None
+
+    def draw_decoder_noise(self, request: ResolvedRequest, dtype: torch.dtype) -> torch.Tensor:
+        """Draw that noise for a request's seed, on the host; called only if there is a shape."""
+        raise NotImplementedError
 
     def vae_latents(self, latents: np.ndarray) -> np.ndarray:
         """Return the final latents as the VAE takes them, float32 [1, C, T, H, W]; unchanged by default."""
@@ -370,7 +418,11 @@ def open_model(checkpoint: Checkpoint) -> Model:
     return family.part(family.model)(spec_of(checkpoint), checkpoint)
 
 
-def published_model(name: str) -> Model:
-    """Return a published model without its checkpoint; its programs can be compiled."""
+def published_model(name: str, decoder: str | None = None) -> Model:
+    """Return a published model without its checkpoint; its programs can be compiled.
+
+    Args:
+        decoder: As for `published_spec`.
+    """
     family = list_published()[name]
-    return family.part(family.model)(published_spec(name), None)
+    return family.part(family.model)(published_spec(name, decoder), None)

@@ -26,6 +26,7 @@ from wan_tpu.media.packets import (
     VIDEO,
     Fragment,
     Packet,
+    count_packets,
     find_streams,
     make_header,
     open_media,
@@ -252,7 +253,7 @@ class _Part:
     def _count_packets(self) -> int:
         """Return how many packets of the whole file precede the end of the frames that have come."""
         assert self._sound_rate is not None
-        return round(self.end.frames / self._rate * self._sound_rate / PACKET)
+        return count_packets(self.end.frames, self._sound_rate, self._rate)
 
 
 def _cut(frames: InputContainer, sound: InputContainer, lasts_us: int) -> Iterator[list[Packet]]:

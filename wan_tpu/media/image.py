@@ -136,13 +136,26 @@ def describe_fit(name: str, picture: tuple[int, int], video: tuple[int, int], sl
         video: Those of the video.
         slack: As in `fit_image`.
     """
-    stretch = (picture[1] * video[0]) / (picture[0] * video[1])
-    change = max(stretch, 1 / stretch) - 1
+    change = _measure_stretch(picture, video)
     if change <= _UNSEEN:
         return None
     near = has_shape(Image.new("1", (picture[1], picture[0])), *video, slack)
     fitted = f"stretched or cropped by {change:.1%}" if near else "cropped to the video's aspect ratio"
     return f"{name} is {picture[1]}x{picture[0]} but the video is {video[1]}x{video[0]}; it is {fitted}"
+
+
+def describe_stretch(name: str, picture: tuple[int, int], fitted: tuple[int, int]) -> str | None:
+    """Return a warning if resizing an image from one (height, width) to another changes its shape visibly."""
+    change = _measure_stretch(picture, fitted)
+    if change <= _UNSEEN:
+        return None
+    return f"{name} is {picture[1]}x{picture[0]}; it is stretched by {change:.1%}, to {fitted[1]}x{fitted[0]}"
+
+
+def _measure_stretch(picture: tuple[int, int], fitted: tuple[int, int]) -> float:
+    """Return by how much one side grows more than the other."""
+    stretch = (picture[1] * fitted[0]) / (picture[0] * fitted[1])
+    return max(stretch, 1 / stretch) - 1
 
 
 def fit_image(

@@ -7,8 +7,29 @@ from types import TracebackType
 import numpy as np
 
 from wan_tpu.errors import OutputError
+from wan_tpu.media.encoding import LEAD
+from wan_tpu.media.packets import PACKET, count_packets
 from wan_tpu.media.temporary import open_folder
 from wan_tpu.media.video import VideoWriter
+from wan_tpu.tail import find_sample
+
+
+def cut_sound(
+    audio: np.ndarray, rate: int, fps: float, *, hidden: int, origin: int | None = None
+) -> tuple[np.ndarray, int, bool]:
+    """Return the arguments of `VideoWriter.set_audio` for a video of which the first `hidden` frames aren't written.
+
+    Args:
+        audio: The whole sound, [channels, samples].
+        rate: Samples per second.
+        fps: Frames per second.
+        hidden: How many frames aren't written.
+        origin: As `Mp4` takes `sound_origin`.
+    """
+    if origin is None:
+        return audio[:, find_sample(hidden, rate, fps) :], rate, False
+    packets = count_packets(origin + hidden, rate, fps)
+    return audio[:, PACKET * (packets - LEAD) - find_sample(origin, rate, fps) :], rate, True
 
 
 class Mp4:
@@ -21,17 +42,31 @@ class Mp4:
     """
 
     def __init__(
-        self, fps: float, on_fragment: Callable[[bytes], object] | None = None, *, hidden_frames: int = 0
+        self,
+        fps: float,
+        on_fragment: Callable[[bytes], object] | None = None,
+        *,
+        hidden_frames: int = 0,
+        written_frames: int | None = None,
+        sound_origin: int | None = None,
     ) -> None:
-        """Begin an mp4; `on_fragment` is called with fragments of it, as `VideoWriter` does.
+        """Begin an mp4.
 
-        The first `hidden_frames` aren't written, nor the sound that belongs to them.
+        Args:
+            fps: Frames per second.
+            on_fragment: Called with fragments of it, as `VideoWriter` does.
+            hidden_frames: How many frames at the beginning aren't written, nor their sound.
+            written_frames: How many of the following ones are written; None for all. The sound lasts a packet longer,
+                so that what follows can begin within it.
+            sound_origin: Where its first frame, hidden or not, is in a video of several parts, if its sound goes on
+                from that of the part before: it is then encoded so that the join isn't heard (`ContinuedVideo`).
         """
         self.failure: OutputError | OSError | None = None
         self.content = b""
-        self._fps, self._on_fragment, self._hidden_frames = fps, on_fragment, hidden_frames
+        self._fps, self._on_fragment = fps, on_fragment
+        self._hidden_frames, self._written_frames, self._sound_origin = hidden_frames, written_frames, sound_origin
         self._folder = contextlib.ExitStack()
-        self._audio: tuple[np.ndarray, int] | None = None
+        self._audio: tuple[np.ndarray, int, bool] | None = None
         self._last: np.ndarray | None = None
         self._writer: VideoWriter | None = None
 
@@ -45,12 +80,18 @@ class Mp4:
 
     def set_audio(self, audio: np.ndarray, rate: int) -> None:
         """Set the sound of the whole video before its first frame, as `VideoWriter.set_audio`."""
-        self._audio = audio[:, round(self._hidden_frames * rate / self._fps) :], rate
+        first, last = self._hidden_frames, None
+        if self._written_frames is not None:
+            last = find_sample(first + self._written_frames, rate, self._fps) + PACKET
+        self._audio = cut_sound(audio[:, :last], rate, self._fps, hidden=first, origin=self._sound_origin)
 
     def add(self, planes: np.ndarray) -> None:
         """Append frames, uint8 [T, 3, H, W]: green, blue, red (`wan_tpu.stages.vae.to_planes`)."""
         hidden, self._hidden_frames = self._hidden_frames, max(0, self._hidden_frames - len(planes))
         planes = planes[hidden:]
+        if self._written_frames is not None:
+            planes = planes[: self._written_frames]
+            self._written_frames -= len(planes)
         if self.failure is not None or not len(planes):
             return
         try:

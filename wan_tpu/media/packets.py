@@ -16,6 +16,7 @@ from av.stream import Disposition
 
 from wan_tpu.errors import InvalidRequest, OutputError, Unavailable
 from wan_tpu.media.boxes import split_header
+from wan_tpu.media.encoding import exact_rate
 from wan_tpu.sources.disk import is_permanent
 
 PACKET = 1024  # A packet of AAC lasts for so many samples of sound.
@@ -26,6 +27,12 @@ _WRITTEN = {"fflags": "+bitexact", "movie_timescale": "1000"}  # No file says wh
 _FRAGMENTED = "frag_custom+delay_moov+default_base_moof+skip_trailer"
 # Times are written as they are.
 _LATER = {"movflags": f"{_FRAGMENTED}+frag_discont", "use_editlist": "0", "avoid_negative_ts": "disabled"}
+
+
+def count_packets(frames: int, sound_rate: int, fps: float | Fraction) -> int:
+    """Return how many packets of a file's sound precede the end of so many of its frames."""
+    rate = fps if isinstance(fps, Fraction) else exact_rate(fps)
+    return round(frames / rate * sound_rate / PACKET)
 
 
 class Packet(NamedTuple):

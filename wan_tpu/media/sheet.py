@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-# Width of a frame in a sheet, pixels. Smaller frames are enlarged by a whole number, which keeps their pixels sharp.
+# Width of a frame in a sheet, pixels; thumbnails and previews are at most as wide. Smaller frames are enlarged by a
+# whole number, which keeps their pixels sharp.
 WIDEST, NARROWEST = 480, 240
 COLUMNS = 4
 _TEXT = 16  # Pixels of a line's letters.

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from wan_tpu.errors import OutputError
-from wan_tpu.media.encoding import AAC, COLOURS, H264, exact_rate
+from wan_tpu.media.encoding import AAC, COLOURS, H264, WITHOUT_LEAD, exact_rate
 from wan_tpu.media.fragments import FragmentPipe
 from wan_tpu.media.sheet import contact_sheet, fill_rows, frame_label
 
@@ -114,12 +114,12 @@ class VideoWriter:
         self._planes = planes
         # The path is absolute, because ffmpeg reads a colon in a relative path as a protocol.
         self._partial = self.path.absolute().with_name(f".{self.path.name}.partial.mp4")
-        self._audio: tuple[np.ndarray, int] | None = None
+        self._audio: tuple[np.ndarray, int, bool] | None = None
         self._on_fragment = on_fragment
         self._fragments: FragmentPipe | None = None
         self._ffmpeg: subprocess.Popen[bytes] | None = None
 
-    def set_audio(self, audio: np.ndarray, rate: int) -> None:
+    def set_audio(self, audio: np.ndarray, rate: int, goes_on: bool = False) -> None:
         """Set the sound of the whole video, which ffmpeg has to know before the first frame.
 
         The sound may be shorter or longer than the frames: nothing is cut.
@@ -127,13 +127,15 @@ class VideoWriter:
         Args:
             audio: Float32 [channels, samples] in [-1, 1].
             rate: Samples per second.
+            goes_on: Whether the samples of `LEAD` packets come first that precede the video, so that what is heard
+                before it in another file goes on without a gap. By itself, an encoder takes them for silence.
 
         Raises:
             ValueError: A frame has been written.
         """
         if self._ffmpeg is not None:
             raise ValueError("the sound was set after the first frame")
-        self._audio = audio, rate
+        self._audio = audio, rate, goes_on
 
     def write(self, frames: Iterable[np.ndarray]) -> None:
         """Append frames, uint8 [T, ...], all of one size; raises `OutputError` when ffmpeg gives up."""
@@ -154,7 +156,7 @@ class VideoWriter:
         target = ["-vf", COLOURS, *H264.split()]
         if self._audio is None:
             return self._run(video, target)
-        audio, rate = self._audio
+        audio, rate, goes_on = self._audio
         # This is an unnamed file, not a second pipe, so that whichever input ffmpeg wants next, the other one never
         # blocks it.
         with tempfile.TemporaryFile() as samples:
@@ -165,7 +167,8 @@ class VideoWriter:
                 reason = f"{error.strerror} in {tempfile.gettempdir()}"
                 raise OutputError(f"can't write the sound of {self.path} ({reason}); make room there") from None
             sound = f"-f f32le -ar {rate} -ac {len(audio)} -i pipe:{samples.fileno()}".split()
-            return self._run([*video, *sound], [*target, *AAC.split()], descriptors=[samples.fileno()])
+            aac = [*AAC.split(), *(["-bsf:a", WITHOUT_LEAD] if goes_on else [])]
+            return self._run([*video, *sound], [*target, *aac], descriptors=[samples.fileno()])
 
     def _run(self, sources: list[str], target: list[str], descriptors: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
         # imageio's writer isn't used: it starts ffmpeg through a Python fork, which is unsafe beside JAX's threads, and

@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from wan_tpu.switches import uses_kernel
 from wan_tpu_kernels.flash_attention import flash_attention, flash_attention_unchecked
 from wan_tpu_kernels.flash_operands import LowPrecision
-from wan_tpu_kernels.low_precision import round_keys_reference, round_queries_reference
+from wan_tpu_kernels.low_precision import (
+    largest_value,
+    round_keys_reference,
+    round_queries_reference,
+    to_nearest,
+)
 
 # Query rows whose scores are formed at once on CPU: with 2,000 keys, 256 rows of float32 scores are 2 MB, which stay in
 # the cache of one core. Measured: 55 ms, against 125 ms in one piece (2x4 heads, 2,000 tokens, D=128).
@@ -69,6 +74,7 @@ def attention_part(
     platform: str,
     softmax: Literal["optimistic", "online"] = "optimistic",
     qk: LowPrecision | None = None,
+    pv: LowPrecision | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the attention of some heads, and check the result.
 
@@ -81,28 +87,49 @@ def attention_part(
         kv_len: Keys from here on are ignored.
         platform: "tpu", "gpu" or "cpu".
         softmax: The way to compute it; "online" is always right.
-        qk: An 8-bit type to compute logits in; kv_len is then a Python number.
+        qk: An 8-bit type to compute logits in.
+        pv: The same type, if weights and values are multiplied in it, too. Without the kernel, weights are relative to
+            the largest one of all keys.
 
     Returns:
         The output [Lq, N*D], and a boolean scalar: False if it is wrong and must be repeated with "online".
     """
     if uses_kernel("attention", platform):
         options = {"heads": heads, "first_heads": first_heads, "width": width, "scale": math.log(2), "kv_len": kv_len}
-        return flash_attention_unchecked(q, k, v, softmax=softmax, qk=qk, **options)  # type: ignore[arg-type]
+        return flash_attention_unchecked(q, k, v, softmax=softmax, qk=qk, pv=pv, **options)  # type: ignore[arg-type]
     q, k, v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
     if qk is not None:
-        assert isinstance(kv_len, int)
+        if isinstance(kv_len, int):
+            k, v = k[:kv_len], v[:kv_len]
+        else:
+            v = jnp.where((jnp.arange(len(v)) < kv_len)[:, None], v, 0)
         q, k = _round_to_8_bits(q, k, heads, kv_len, qk)
+        if pv is not None:
+            return _attend_in_8_bits(q, k, v, heads, kv_len, pv), jnp.asarray(True)
     return attention(q, k, v, heads=heads, platform=platform, kv_len=kv_len), jnp.asarray(True)
 
 
-def _round_to_8_bits(q: jax.Array, k: jax.Array, heads: int, kv_len: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+def _round_to_8_bits(
+    q: jax.Array, k: jax.Array, heads: int, kv_len: int | jax.Array, dtype: str
+) -> tuple[jax.Array, jax.Array]:
     """Return queries and keys as 8 bits represent them, without the mean key, which doesn't affect softmax."""
-    keys, unit = round_keys_reference(k[None], kv_len, jnp.dtype(dtype), heads=heads)
+    keys, unit, _ = round_keys_reference(k[None], kv_len, jnp.dtype(dtype), heads=heads)
     terms, scales = round_queries_reference(q[None], unit, jnp.dtype(dtype), heads=heads)
     whole = jnp.stack([term[0].astype(jnp.float32) for term in terms]).sum(axis=0)
     rows = jnp.repeat(scales[0].T, q.shape[1] // heads, axis=1)  # [Lq, N * D]
     return whole * rows, keys[0].astype(jnp.float32)
+
+
+def _attend_in_8_bits(
+    q: jax.Array, k: jax.Array, v: jax.Array, heads: int, kv_len: int | jax.Array, dtype: str
+) -> jax.Array:
+    """Compute attention with rounded queries and keys, rounding weights and values [L, N*D] as well."""
+    values, scales, mean = round_keys_reference(v[None], kv_len, jnp.dtype(dtype), heads=v.shape[1])
+    rounded = values[0].astype(jnp.float32) * scales + mean
+    q, k, rounded = (x.reshape(x.shape[0], heads, -1) for x in (q, k, rounded))
+    count = kv_len if isinstance(kv_len, jax.Array) else None
+    attended = _attend_blockwise(q, k, rounded, math.log(2), count, weights_dtype=jnp.dtype(dtype))
+    return attended.reshape(attended.shape[0], -1).astype(v.dtype)
 
 
 def _attend_on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
@@ -111,11 +138,16 @@ def _attend_on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> ja
 
 
 def _attend_blockwise(
-    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, kv_len: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    kv_len: jax.Array | None = None,
+    weights_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Compute attention over [L, N, D] in plain XLA, a block of query rows at a time.
 
-    Rows are padded to whole blocks; keys never are.
+    Rows are padded to whole blocks; keys never are. With `weights_dtype`, weights are rounded to that type.
     """
     length, heads, width = q.shape
     keys, values = k.transpose(1, 2, 0), v.transpose(1, 0, 2)  # [N, D, Lk], [N, Lk, D]
@@ -125,7 +157,10 @@ def _attend_blockwise(
         if kv_len is not None:
             scores = jnp.where(jnp.arange(len(k)) < kv_len, scores, -jnp.inf)
         weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        total = weights.sum(-1, keepdims=True)
+        total = weights.sum(-1, keepdims=True)  # Of weights that aren't rounded: 8 bits make small ones zero.
+        if weights_dtype is not None:
+            largest = largest_value(weights_dtype)
+            weights = to_nearest(weights * largest, weights_dtype).astype(jnp.float32) / largest
         attended = jnp.einsum("nqk,nkd->nqd", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
         return (attended / total).astype(q.dtype)
 

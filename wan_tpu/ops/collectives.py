@@ -29,7 +29,6 @@ def gather_rows(
 
     Args:
         x: [L, C], or with `layer` the rows of several layers, [D, L, C].
-        axes: The mesh axes.
         platform: "tpu", "gpu" or "cpu".
         layer: Which layer's rows are sent. A ragged all-to-all reads them in place; a slice would be a copy.
     """
@@ -56,18 +55,12 @@ class SplitWeight:
 
     It is gathered on request. To the compiler, what is sent is the array of all layers, which is available from the
     start, so it would start sending as early as possible, ahead of everything else: `gather_during` determines when.
-
-    Attributes:
-        stack: This device's rows of all layers, [D, L, C].
-        layer: int32 [].
-        axes: The mesh axes.
-        platform: As for `gather_rows`.
     """
 
-    stack: jax.Array
-    layer: jax.Array
+    stack: jax.Array  # This device's rows of all layers, [D, L, C].
+    layer: jax.Array  # Int32 [].
     axes: tuple[str, ...]
-    platform: str
+    platform: str  # As for `gather_rows`.
 
     def gather(self, layer: jax.Array) -> jax.Array:
         """Return the whole matrix; `layer` is this one's index, possibly passed through a barrier."""

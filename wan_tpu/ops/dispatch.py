@@ -27,6 +27,9 @@ class Ops(NamedTuple):
     folded_conv: Callable[..., Any]
     channel_moments: Callable[..., Any]
     norm_silu: Callable[..., jax.Array]
+    window_attention: Callable[..., jax.Array]
+    norm_qkv: Callable[..., Any]
+    norm_swiglu: Callable[..., jax.Array]
 
 
 def ops_for(platform: str) -> Ops:

@@ -29,10 +29,14 @@ from jax.sharding import Mesh
 
 from wan_tpu.ops.attention import attention_part
 from wan_tpu.ops.collectives import SplitWeight, gather_rows
+from wan_tpu.ops.local_heads import LocalHeads
 from wan_tpu.ops.sparse_linear import SparseLinear, sparse_linear_attention
+from wan_tpu.ops.tiles import Tiles
+from wan_tpu.ops.video_sparse import VideoSparse, video_sparse_attention
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.runtime.mesh import AXES, axis_size
 from wan_tpu.switches import is_synchronous, uses_kernel
+from wan_tpu_kernels.attempt import Attempt
 from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.flash_attention import repeat_if
 from wan_tpu_kernels.flash_operands import LowPrecision
@@ -40,7 +44,14 @@ from wan_tpu_kernels.flash_operands import LowPrecision
 TILE_ROWS = 16  # Rows of bfloat16 in a tile of a TPU's registers.
 
 T = TypeVar("T")
-_RoundResult = tuple[jax.Array, jax.Array | None]  # A round's result for spread tokens, and for replicated ones.
+
+
+class _RoundResult(NamedTuple):
+    """A round's result for spread tokens, for replicated ones, and for the tiles of each group's tokens."""
+
+    tokens: jax.Array
+    replicated: jax.Array | None = None
+    tiles: jax.Array | None = None
 
 
 def head_groups(mesh: Mesh, heads: int, axes: tuple[str, ...] = ("tp",)) -> int:
@@ -98,11 +109,14 @@ class AttentionOutput(NamedTuple):
         tokens: The result for this device's tokens, [G, t, columns] for each round, a part of every group's heads.
         replicated: The result for the replicated tokens, for this device's heads, [K, N*D/G]; None if there are none.
         gathered: The weights that were gathered.
+        tiles: The coarse result of video sparse attention, [G, W, columns] for each round, for the tiles of this
+            device's rows (`Tiles.list_windows`); otherwise none.
     """
 
     tokens: tuple[jax.Array, ...]
     replicated: jax.Array | None
     gathered: Params
+    tiles: tuple[jax.Array, ...] = ()
 
 
 def exchanged_attention(
@@ -116,8 +130,9 @@ def exchanged_attention(
     platform: str,
     to_gather: Sequence[Mapping[str, Any]] = (),
     replicated: ReplicatedTokens | None = None,
-    sparse: SparseLinear | None = None,
+    sparse: SparseLinear | VideoSparse | None = None,
     qk: LowPrecision | None = None,
+    pv: LowPrecision | None = None,
 ) -> AttentionOutput:
     """Attend with the queries, keys and values of this device's rows [t, C].
 
@@ -134,15 +149,19 @@ def exchanged_attention(
             enough heads, and at least three.
         replicated: Tokens that every device has.
         sparse: Attends to some keys only; no tokens are replicated. With a linear part, kv_len is a Python number.
-        qk: An 8-bit type of logits; kv_len is then a Python number.
+        qk: An 8-bit type of logits; sparse attention ignores it.
+        pv: The same type, if weights and values are multiplied in it, too.
     """
     assert token_axes[-len(head_axes) :] == head_axes
-    spread_axes = token_axes[: -len(head_axes)]
+    spread_axes = tuple(axis for axis in token_axes[: -len(head_axes)] if jax.lax.axis_size(axis) > 1)
     tokens = _project_and_send(
         rows, projections, heads, kv_len, spread_axes, head_axes, platform, replicated, len(to_gather)
     )
     before = jax.lax.axis_index(spread_axes) * len(tokens.q[0]) if spread_axes else 0
-    tokens = dataclasses.replace(tokens, qk=qk, sparse=sparse, first_query=before)
+    sizes = _size(head_axes), _size(token_axes)
+    tokens = dataclasses.replace(
+        tokens, qk=qk, pv=pv, sparse=sparse, first_query=before, spread_axes=spread_axes, sizes=sizes
+    )
     if is_synchronous():  # Everything arrives before attention begins, and each round's result before the next round.
         q, k, v = _barrier((tokens.q, tokens.k, tokens.v))
         tokens = dataclasses.replace(tokens, q=q, k=k, v=v)
@@ -151,16 +170,17 @@ def exchanged_attention(
     first_q, first_k, v, layers[0] = _barrier((tokens.q[0], tokens.k[0], tokens.v, layers[0]))
     tokens = dataclasses.replace(tokens, q=[first_q, *tokens.q[1:]], k=[first_k, *tokens.k[1:]], v=v)
     results: list[_RoundResult] = []
-    checks, gathered = [], dict[str, jax.Array]()
+    checks, repeats, gathered = [], list[Callable[[], _RoundResult]](), dict[str, jax.Array]()
     for number in range(len(tokens.rounds)):
-        attended, right = tokens.attend(number, "optimistic")
+        attended, right, again = tokens.attend(number)
+        repeats.append(again)
         weights = _gather_split(to_gather[number], layers[number]) if number < len(to_gather) else {}
         later = tokens.q[1:], tokens.k[1:]
         attended, right, weights, (queries, keys), results, layers[number + 1] = _barrier(
             (attended, right, weights, later, results, layers[number + 1])
         )
         tokens = dataclasses.replace(tokens, q=[tokens.q[0], *queries], k=[tokens.k[0], *keys])
-        results.append(_send_back(*attended, head_axes))
+        results.append(_send_back(attended, head_axes))
         if is_synchronous():
             results, q = _barrier((results, tokens.q))
             tokens = dataclasses.replace(tokens, q=q)
@@ -168,14 +188,14 @@ def exchanged_attention(
         gathered |= weights
     for number in range(len(tokens.rounds), len(to_gather)):
         gathered |= _gather_split(to_gather[number], layers[number])
-    # Sparse attention repeats wrong results by itself, because it exchanges nothing.
-    if not uses_kernel("attention", platform) or sparse is not None:
+    is_right_at_once = pv is not None and sparse is None  # Attention is then "online".
+    if is_right_at_once or not uses_kernel("attention" if sparse is None else sparse.kernel, platform):
         return _join_rounds(results, gathered)
     # Either all devices repeat attention or none does, because it exchanges data between devices.
     wrong = jax.lax.psum((~jnp.stack(checks).all()).astype(jnp.int32), AXES) > 0
 
     def repeat() -> tuple[_RoundResult, ...]:
-        return tuple(_send_back(*tokens.attend(number, "online")[0], head_axes) for number in range(len(tokens.rounds)))
+        return tuple(_send_back(again(), head_axes) for again in repeats)
 
     return _join_rounds(repeat_if(wrong, tuple(results), repeat), gathered)
 
@@ -185,9 +205,10 @@ def _gather_split(weights: Mapping[str, Any], layers: Mapping[str, jax.Array]) -
 
 
 def _join_rounds(results: Sequence[_RoundResult], gathered: Params) -> AttentionOutput:
-    replicated = [other for _, other in results if other is not None]
+    replicated = [result.replicated for result in results if result.replicated is not None]
     joined = jnp.concatenate(replicated, axis=1) if replicated else None
-    return AttentionOutput(tuple(tokens for tokens, _ in results), joined, gathered)
+    tiles = tuple(result.tiles for result in results if result.tiles is not None)
+    return AttentionOutput(tuple(result.tokens for result in results), joined, gathered, tiles)
 
 
 @dataclass(frozen=True)
@@ -199,9 +220,11 @@ class _HeadTokens:
         q, k: The same in one part or in two: the heads of the first round, and those of the later ones.
         replicated: Queries of the replicated tokens, [K, N*D/G].
         width: D.
-        kv_len, platform, sparse, qk: As for `exchanged_attention`.
+        kv_len, platform, sparse, qk, pv: As for `exchanged_attention`.
+        spread_axes: The axes of `token_axes` that don't split heads.
         middle: How many rounds there are between the first and the last, if there are enough heads.
         first_query: The index of q's first token among all tokens.
+        sizes: The number of groups that split heads, and of devices that tokens are spread over.
     """
 
     q: list[jax.Array]
@@ -212,9 +235,12 @@ class _HeadTokens:
     kv_len: int | jax.Array
     platform: str
     middle: int = 1
-    sparse: SparseLinear | None = None
+    sparse: SparseLinear | VideoSparse | None = None
+    spread_axes: tuple[str, ...] = ()
     first_query: int | jax.Array = 0
     qk: LowPrecision | None = None
+    pv: LowPrecision | None = None
+    sizes: tuple[int, int] = (1, 1)
 
     @property
     def rounds(self) -> list[int]:
@@ -225,8 +251,8 @@ class _HeadTokens:
         ends = [(rest[0] - first) * n // self.middle for n in range(self.middle + 1)]
         return [first, *(end - start for start, end in itertools.pairwise(ends) if end > start), first]
 
-    def attend(self, number: int, softmax: Literal["optimistic", "online"]) -> tuple[_RoundResult, jax.Array]:
-        """Return a round's result, [L, columns] and that for the replicated tokens, and whether it is right."""
+    def attend(self, number: int) -> Attempt[_RoundResult]:
+        """Try a round: its result, [L, columns], and that for the replicated tokens."""
         first = sum(self.rounds[:number])
 
         def find(parts: list[jax.Array]) -> tuple[jax.Array, int]:
@@ -236,41 +262,58 @@ class _HeadTokens:
         (queries, first_query), (part, first_key) = find(self.q), find(self.k)
         if self.sparse is not None:
             assert self.replicated is None
-            attended = sparse_linear_attention(
+            local = LocalHeads(
                 queries,
                 part,
                 self.v,
-                self.sparse,
                 heads=self.rounds[number],
                 width=self.width,
+                kv_len=self.kv_len,
+                platform=self.platform,
                 first_heads=(first_query, first_key, first),
-                kv_len=self.kv_len,
                 first_query=self.first_query,
-                platform=self.platform,
             )
-            return (attended, None), jnp.asarray(True)
+            if not isinstance(self.sparse, VideoSparse):
+                return sparse_linear_attention(local, self.sparse).then(_RoundResult)
+            attempt, coarse = video_sparse_attention(local, self.sparse, self.spread_axes)
+            tiles = self._share_tiles(coarse, self.sparse.tiles)
+            return attempt.then(lambda attended: _RoundResult(attended, tiles=tiles))
 
-        def attend_with(q: jax.Array, first_head: int) -> tuple[jax.Array, jax.Array]:
-            return attention_part(
-                q,
-                part,
-                self.v,
-                heads=self.rounds[number],
-                first_heads=(first_head, first_key, first),
-                width=self.width,
-                kv_len=self.kv_len,
-                platform=self.platform,
-                softmax=softmax,
-                qk=self.qk,
-            )
+        def attend_with(softmax: Literal["optimistic", "online"]) -> tuple[_RoundResult, jax.Array]:
+            def attend(q: jax.Array, first_head: int) -> tuple[jax.Array, jax.Array]:
+                return attention_part(
+                    q,
+                    part,
+                    self.v,
+                    heads=self.rounds[number],
+                    first_heads=(first_head, first_key, first),
+                    width=self.width,
+                    kv_len=self.kv_len,
+                    platform=self.platform,
+                    softmax=softmax,
+                    qk=self.qk,
+                    pv=self.pv,
+                )
 
-        attended, right = attend_with(queries, first_query)
-        if self.replicated is None:
-            return (attended, None), right
-        # The replicated tokens attend separately: appending these few queries and cutting them off again would move all
-        # queries.
-        other, other_right = attend_with(self.replicated, first)
-        return (attended, other), right & other_right
+            attended, right = attend(queries, first_query)
+            if self.replicated is None:
+                return _RoundResult(attended), right
+            # The replicated tokens attend separately: appending these few queries and cutting them off again would move
+            # all queries.
+            other, other_right = attend(self.replicated, first)
+            return _RoundResult(attended, other), right & other_right
+
+        return Attempt(*attend_with("optimistic"), lambda: attend_with("online")[0])
+
+    def _share_tiles(self, coarse: jax.Array, tiles: Tiles) -> jax.Array:
+        """Return the tiles' results [T, columns] as each group needs them, [G, W, columns]; without G if it is one."""
+        groups, devices = self.sizes
+        rows = len(self.q[0]) // groups
+        firsts, most = tiles.list_windows(rows, devices)
+        here = jax.lax.dynamic_slice_in_dim(jnp.asarray(firsts), self.first_query // rows, groups)
+        padded = jnp.pad(coarse, ((0, most), (0, 0)))
+        shares = [jax.lax.dynamic_slice_in_dim(padded, here[group], most) for group in range(groups)]
+        return jnp.stack(shares) if groups > 1 else shares[0]
 
 
 def _project_and_send(
@@ -330,10 +373,13 @@ def _insert_rows(rows: jax.Array, inserted: jax.Array, after: int) -> jax.Array:
     return room
 
 
-def _send_back(attended: jax.Array, other: jax.Array | None, axes: tuple[str, ...]) -> _RoundResult:
+def _send_back(result: _RoundResult, axes: tuple[str, ...]) -> _RoundResult:
     """Turn [L, columns] of this device's heads into [G, t, columns] of its tokens; replicated tokens stay."""
-    groups = _size(axes)
-    return attended if groups == 1 else _exchange(attended.reshape(groups, -1, attended.shape[1]), axes), other
+    groups, (tokens, replicated, tiles) = _size(axes), result
+    if groups == 1:
+        return result
+    tokens = _exchange(tokens.reshape(groups, -1, tokens.shape[1]), axes)
+    return _RoundResult(tokens, replicated, None if tiles is None else _exchange(tiles, axes))
 
 
 def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

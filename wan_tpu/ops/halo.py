@@ -33,7 +33,6 @@ class HaloCut:
     """Strips of a picture of one size, and of its enlargements by whole numbers.
 
     Attributes:
-        mesh: The devices.
         height, width: Size of the smallest picture.
         row_unit: Rows are padded to a multiple of this: 16 rows of bfloat16 fill a TPU's tile.
     """

@@ -16,7 +16,9 @@ import numpy as np
 
 from wan_tpu_kernels.catalogue import KERNELS
 from wan_tpu_kernels.low_precision import Rounded
-from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
+from wan_tpu_kernels.two_blocks import KEYS, QUERIES
+from wan_tpu_kernels.vsa.tile_attention import PAIR, ROWS, STEP, Part
+from wan_tpu_kernels.windows.attention import BEFORE
 
 WIDTH = 128  # Width of a head: the lanes of a register.
 # Tolerances. Both round inputs and results to bfloat16, whose last place is 2^-8 of a value, and sum in another order.
@@ -29,7 +31,6 @@ class KernelCase:
     """A call of a kernel and of its reference.
 
     Attributes:
-        name: The name shown to people.
         kernel: A key of `KERNELS`.
         arrays: Arrays that both are called with.
         options: Options that both are called with.
@@ -56,7 +57,6 @@ class KernelResult:
         off: The largest difference, relative to the reference's largest value; NaN if there is a NaN.
         tolerance: The largest difference that roundings explain.
         seconds: The time that both took, including compilation.
-        shapes: Shapes of the arguments.
     """
 
     name: str
@@ -134,7 +134,48 @@ def _cases(scale: int) -> Iterator[KernelCase]:
     yield KernelCase(
         "rounding to 8 bits", "round_rows", (x,), {"dtype": jnp.int8}, tolerance=1 / 127, compared=_restore
     )
+    yield from _window_cases(draw, scale)
     yield from _vae_cases(draw, scale)
+
+
+def _window_cases(draw: "_Draw", scale: int) -> Iterator[KernelCase]:
+    """Cases of windows of 3 x 5 x 5, on a strip that begins at the picture's fourth column and ends within it.
+
+    The attention's strip has boxes that share a mask, and ends within a box.
+    """
+    frames, columns, strip, rows, channels, reach = 9, 10 * scale, 8 * scale + 1, 40, 256, 4
+    x, vector = draw(frames, columns, rows, channels), functools.partial(draw, dtype=jnp.float32)
+
+    def matrix(outputs: int, inputs: int) -> jax.Array:
+        return draw(outputs, inputs) * jnp.bfloat16(inputs**-0.5)
+
+    sides = (draw(frames, strip + 2 * reach, rows, channels) for _ in range(2))
+    options = {"heads": 4, "window": (3, 5, 5), "width": columns + 8}
+    arrays = x[:, :strip] * jnp.bfloat16(0.1), *sides, jnp.asarray(3, jnp.int32), jnp.asarray(1.0)
+    yield KernelCase("attention of windows", "window_attention", arrays, options)
+    linears = {name: (matrix(channels, channels), draw(channels)) for name in ("context", "q", "k", "v")}
+    vectors = {name: vector(64 if name in "qk" else channels) for name in ("scale", "shift", "q", "k")}
+    tables = [(vector(size, 64), vector(size, 64)) for size in (frames, columns, rows)]
+    context = draw(frames, columns, rows, channels)
+    yield KernelCase(
+        "norm, projections and rotation",
+        "norm_qkv",
+        (x, context, linears, vectors, tables),
+        {"reach": reach, "eps": 1e-6},
+        compared=lambda results: [results[0], results[1], *(_cut_sides(side, reach, rows) for side in results[2:])],
+    )
+    flat, sizes = x.reshape(-1, channels), {"out": (channels, channels), "gate": (1024, channels)}
+    sizes |= {"up": (1024, channels), "down": (channels, 1024)}
+    weights = {name: matrix(*size) for name, size in sizes.items()}
+    vectors = {"bias": draw(channels), "scale": vector(channels), "shift": vector(channels)}
+    operands = draw(*flat.shape), flat, weights, vectors
+    yield KernelCase("projection, norm and SwiGLU", "norm_swiglu", operands, {"eps": 1e-6})
+
+
+def _cut_sides(x: jax.Array, reach: int, rows: int) -> jax.Array:
+    """Return the strip's own columns and rows of keys or values."""
+    first = 0 if x.shape[2] == rows else BEFORE
+    return x[:, reach:-reach, first : first + rows]
 
 
 def _attention_cases(draw: "_Draw", queries: int, keys: int) -> Iterator[KernelCase]:
@@ -145,12 +186,13 @@ def _attention_cases(draw: "_Draw", queries: int, keys: int) -> Iterator[KernelC
     # The last key outweighs all others, so the fast method overflows, which must be noticed.
     late = k.at[-1].set(64 * q.mean(axis=0) / jnp.abs(q.mean(axis=0)).max())
     yield KernelCase("attention, an overflow", "attention", (q, late, v), heads)
-    # The tolerance is the cost of rounding logits to 8 bits.
-    yield KernelCase(
-        "attention, logits in 8 bits", "attention", (q, k, v), heads, tolerance=0.05, only_kernel={"qk": "int8"}
-    )
+    # The tolerance is the cost of rounding to 8 bits.
+    for products, options in (("logits", {"qk": "int8"}), ("both products", {"qk": "int8", "pv": "int8"})):
+        name = f"attention, {products} in 8 bits"
+        yield KernelCase(name, "attention", (q, k, v), heads, tolerance=0.05, only_kernel=options)
     lists = _draw_lists(queries, keys)
     yield KernelCase("sparse attention", "sparse_attention", (q[None], k[None], v[None], lists), heads)
+    yield KernelCase("attention of tiles", "tile_attention", _draw_tiles(q, k, v), heads | {"width": WIDTH})
 
 
 def _vae_cases(draw: "_Draw", scale: int) -> Iterator[KernelCase]:
@@ -179,6 +221,20 @@ def _draw_lists(queries: int, keys: int) -> jax.Array:
     blocks, rng = -(-keys // KEYS), np.random.default_rng(1)
     lists = [np.sort(rng.permutation(blocks)[:5]) for _ in range(2 * -(-queries // QUERIES))]
     return jnp.asarray(np.stack(lists).reshape(1, 2, -1, 5), jnp.int32)
+
+
+def _draw_tiles(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
+    """Draw lists of tiles of keys for two heads; the last tile has few real rows, and padding as it must be."""
+    tiles, pairs, few, rng = len(k) // ROWS, -(-len(q) // STEP) * STEP // PAIR, 5, np.random.default_rng(1)
+    rows, last = tiles * ROWS, (tiles - 1) * ROWS
+    k = k[:rows].at[last + few :].set(k[last])
+    v = v[:rows].at[last + few :].set(0)
+    drawn = [np.sort(rng.permutation(tiles - 1)[:few] + 1) * 4 + rng.integers(1, 4, few) for _ in range(2 * pairs)]
+    both = np.full((2 * pairs, 1), 3)  # The first tile, for both tiles of queries.
+    lists = jnp.asarray(np.concatenate([both, drawn], axis=1).reshape(2, pairs, -1), jnp.int32)
+    sizes = jnp.asarray([ROWS] * (tiles - 1) + [few], jnp.int32)
+    lengths = jnp.full((2, pairs), lists.shape[2], jnp.int32)
+    return [Part(q, len(q))], [Part(k, rows)], [Part(v, rows)], lists, lengths, sizes
 
 
 class _Draw:

@@ -12,19 +12,21 @@ Shapes: L tokens, N heads, D head width; token-major, [L, N * D].
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from wan_tpu.ops.attention import query_scale
+from wan_tpu.ops.local_heads import LocalHeads
 from wan_tpu.switches import uses_kernel
+from wan_tpu_kernels.attempt import Attempt
 from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.sla.block_means import block_means, block_means_reference
 from wan_tpu_kernels.sla.linear_attention import add_linear, add_linear_reference
 from wan_tpu_kernels.sla.top_lists import top_lists, top_lists_reference
-from wan_tpu_kernels.sparse_attention import first_tiles, sparse_attention, sparse_attention_reference
-from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
+from wan_tpu_kernels.sparse_attention import first_tiles, sparse_attention_reference, try_sparse_attention
+from wan_tpu_kernels.two_blocks import KEYS, QUERIES
 
 QUERY_BLOCK = QUERIES  # Tokens that attend to the same blocks of keys.
 
@@ -51,60 +53,48 @@ class SparseLinear:
     weight: jax.Array | None = None
     bias: jax.Array | None = None
     shortest: int = 1
+    kernel: ClassVar = "sparse_attention"
 
     def count(self, blocks: int) -> int:
         """Return how many of a number of blocks that hold real keys are kept."""
         return max(1, min(blocks, int(self.density * blocks)))
 
 
-def sparse_linear_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    layer: SparseLinear,
-    *,
-    heads: int,
-    width: int,
-    first_heads: tuple[int, int, int] = (0, 0, 0),
-    kv_len: int | jax.Array,
-    first_query: int | jax.Array = 0,
-    platform: str,
-    interpret: Any = False,
-) -> jax.Array:
-    """Compute sparse attention, plus linear attention if the layer has its weights.
+def sparse_linear_attention(local: LocalHeads, layer: SparseLinear) -> Attempt[jax.Array]:
+    """Try sparse attention, plus linear attention if the layer has its weights.
 
     Args:
-        q: [L, at least N * D], times `query_scale`.
-        k, v: [L, at least N * D].
+        local: Which heads of which rows; with a linear part, `kv_len` is a Python number.
         layer: How the layer attends.
-        heads: N.
-        width: D.
-        first_heads: The first head to use of q, k and v.
-        kv_len: Tokens from here on are ignored; with a linear part it is a Python number.
-        first_query: The index of q's first token in k, a multiple of the block size.
-        platform: "tpu", "gpu" or "cpu".
-        interpret: Runs the kernels on any platform, interpreted.
 
     Returns:
-        [L, N * D], in the dtype of q.
+        [Lq, N * D], in the dtype of q.
     """
-    kernels = uses_kernel("sparse_attention", platform) or bool(interpret)
+    heads, width, kv_len, interpret = local.heads, local.width, local.kv_len, local.interpret
+    kernels = uses_kernel(layer.kernel, local.platform) or bool(interpret)
     if kernels:
-        first_tiles(first_heads, heads, width)  # This raises for heads that the kernels don't support.
-    first_q, first_k, _ = first_heads
+        first_tiles(local.first_heads, heads, width)  # This raises for heads that the kernels don't support.
+    first_q, first_k, _ = local.first_heads
     sizes: dict[str, Any] = {"heads": heads, "kv_len": kv_len}
     choice: dict[str, Any] = {"first_heads": (first_q, first_k), "kernels": kernels, "interpret": interpret}
-    lists = choose_blocks(q, k, layer, width=width, first_query=first_query, **sizes, **choice)
+    lists = choose_blocks(local.q, local.k, layer, width=width, first_query=local.first_query, **sizes, **choice)
     linear: dict[str, Any] = {"weight": layer.weight, "bias": layer.bias, "scale": 1 / query_scale(width)}
     if kernels:
-        options = sizes | {"first_heads": first_heads, "interpret": interpret}
+        options = sizes | {"first_heads": local.first_heads, "interpret": interpret}
         least = None if isinstance(kv_len, int) else layer.count(-(-layer.shortest // KEYS))
         whole: dict[str, Any] = {"width": width, "scale": math.log(2), "least": least}
-        out = sparse_attention(q[None], k[None], v[None], lists, **whole, **options)[0]
-        return out if layer.weight is None else add_linear(out, q, k, v, **linear, **options)
-    q, k, v = (x[:, n * width : (n + heads) * width] for x, n in zip((q, k, v), first_heads, strict=True))
-    out = sparse_attention_reference(q[None], k[None], v[None], lists, scale=math.log(2), **sizes)[0]
-    return out if layer.weight is None else add_linear_reference(out, q, k, v, **linear, **sizes)
+        q, k, v = local.q, local.k, local.v
+        attempt = try_sparse_attention(q[None], k[None], v[None], lists, **whole, **options).then(lambda out: out[0])
+        if layer.weight is None:
+            return attempt
+        return attempt.then(lambda out: add_linear(out, q, k, v, **linear, **options))
+
+    def attend() -> jax.Array:
+        q, k, v = local.select_all()
+        out = sparse_attention_reference(q[None], k[None], v[None], lists, scale=math.log(2), **sizes)[0]
+        return out if layer.weight is None else add_linear_reference(out, q, k, v, **linear, **sizes)
+
+    return Attempt(attend(), jnp.asarray(True), attend)
 
 
 def choose_blocks(
@@ -124,7 +114,7 @@ def choose_blocks(
 
     n is `layer.density` times the number of blocks that hold a real key, rounded down, and at least one. If `kv_len` is
     an array, lists are as long as for all keys of k, and entries behind the n-th stand for no block. q may be scaled by
-    any positive number; arguments are those of `sparse_linear_attention`.
+    any positive number; arguments are those of `LocalHeads`.
     """
     blocks = -(-(kv_len if isinstance(kv_len, int) else len(k)) // KEYS)
     shared = max(1, LANES // width) if kernels else 1

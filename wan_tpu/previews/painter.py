@@ -1,6 +1,7 @@
-"""Paint clean latents: four frames, spread over the video, as one picture."""
+"""Paint clean latents as one picture: four frames, spread over the video, or one with details."""
 
 import io
+import math
 import threading
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from wan_tpu.families.model import Model
 from wan_tpu.media.image import to_uint8
 from wan_tpu.media.sheet import WIDEST, grid, spread_evenly
 from wan_tpu.previews.colours import LatentColours, load_colours, read_sizes
-from wan_tpu.previews.taehv import TinyDecoder
+from wan_tpu.previews.taehv import ENLARGEMENTS, TinyDecoder
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import make_mesh
 
 FRAMES, COLUMNS = 4, 2
-_SEEN = 2  # Latent frames that the tiny decoder sees of each clip; the picture is that of the last one.
+_SEEN = 2  # Latent frames that the tiny decoder sees; the picture is that of the last one.
+# The tiny decoder enlarges latents up to this width, pixels, so that it costs little; `paint` then resizes the picture.
+_DETAILED = 160
 
 
 def encode_jpeg(picture: Image.Image) -> bytes:
@@ -62,16 +65,16 @@ class Painter:
         """
         loaded = self._load()
         latents = self._model.finish(latents, image_latents, request)[0]
-        indices = spread_evenly(latents.shape[1], FRAMES)
         width = min(WIDEST, request.width)
         height = max(1, round(request.height * width / request.width))
         if isinstance(loaded, TinyDecoder):
             # Before the first frame there are zeros; the first frame stands twice here, which is nearly the same.
-            clips = np.stack([latents[:, [max(0, i + 1 - k) for k in range(_SEEN, 0, -1)]] for i in indices])
-            whole = read_sizes(self._model)[1] * latents.shape[3] < 2 * WIDEST
-            pictures = loaded.decode(clips.transpose(0, 2, 1, 3, 4), whole=whole)[:, -1].transpose(0, 2, 3, 1)
+            middle = latents.shape[1] // 2
+            clip = latents[:, [max(0, middle + 1 - k) for k in range(_SEEN, 0, -1)]].swapaxes(0, 1)
+            enlargements = max(0, min(ENLARGEMENTS, int(math.log2(_DETAILED / latents.shape[3]))))
+            pictures = loaded.decode(clip[None], enlargements=enlargements)[:, -1].transpose(0, 2, 3, 1)
         else:
-            pictures = loaded.paint(latents[:, indices])
+            pictures = loaded.paint(latents[:, spread_evenly(latents.shape[1], FRAMES)])
         frames = [Image.fromarray(picture) for picture in to_uint8(pictures)]
         return grid([frame.resize((width, height), Image.Resampling.BICUBIC) for frame in frames], columns=COLUMNS)
 

@@ -4,8 +4,8 @@ Source: github.com/madebyollin/taehv (MIT), taehv.py at 1f14a56. Its files (taew
 taecvx, taeh3, and the "super" ones) have the decoder's weights under the positions of its blocks. Blocks remember the
 frame before: convolutions over both, from zeros before the first. Latents are those that the transformer denoises.
 
-Previews don't need every frame. As in the published code, growth in time can be turned off, so that each latent frame
-becomes one picture, the last that it stands for; and so can the last enlargement.
+Previews need neither every frame nor every pixel. As in the published code, growth in time can be turned off, so that
+each latent frame becomes one picture, the last that it stands for; and so can enlargements, the last ones first.
 
 Shapes: N clips, T frames, C channels, H W height and width.
 """
@@ -28,6 +28,7 @@ from wan_tpu.errors import InvalidInput
 from wan_tpu.runtime.bridge import Params, call
 from wan_tpu.runtime.program import Program, place
 
+ENLARGEMENTS = 3  # Each doubles height and width.
 _WIDTHS = (256, 128, 64, 64)  # Channels before the first enlargement, and after each.
 _SUPER_WIDTHS = (512, 256, 128, 64)
 _REMEMBERING = 3  # Blocks that remember the frame before, in front of each enlargement.
@@ -62,26 +63,26 @@ class TinyDecoder:
                 f"{path} isn't a TAEHV decoder ({error}); give a file of github.com/madebyollin/taehv/safetensors"
             ) from None
         self._params = place(weights, mesh)
-        self._programs = {whole: self._make_program(whole=whole) for whole in (True, False)}
+        self._programs = [self._make_program(number) for number in range(ENLARGEMENTS + 1)]
 
-    def decode(self, latents: np.ndarray, *, whole: bool = True) -> np.ndarray:
+    def decode(self, latents: np.ndarray, *, enlargements: int = ENLARGEMENTS) -> np.ndarray:
         """Decode clips.
 
         Args:
             latents: float32 [N, T, C, H, W].
-            whole: Whether to enlarge the pictures as the VAE does. Otherwise they are half as high and wide, except
-                those of a "super" decoder, whose enlargements have weights.
+            enlargements: How often to enlarge the pictures, at most and by default as often as the VAE does. A "super"
+                decoder always enlarges them as often, because its enlargements have weights.
 
         Returns:
             Pictures, float32 [N, T, 3, H, W] in [0, 1]; with every frame, T is larger.
         """
-        return np.asarray(self._programs[whole](self._params, place(latents, self._mesh)))
+        return np.asarray(self._programs[enlargements](self._params, place(latents, self._mesh)))
 
-    def _make_program(self, *, whole: bool) -> Program:
+    def _make_program(self, enlargements: int) -> Program:
         def decode(params: Params, latents: jax.Array) -> Any:
-            return call(self._module, params, lambda module, x: module(x, whole=whole), latents)
+            return call(self._module, params, lambda module, x: module(x, enlargements), latents)
 
-        return Program(decode, self._mesh, exact=True, name="tiny decoder" if whole else "tiny decoder, half size")
+        return Program(decode, self._mesh, exact=True, name=f"tiny decoder, {enlargements} enlargements")
 
 
 def _read(path: str | Path) -> dict[str, np.ndarray]:
@@ -116,7 +117,7 @@ def _build(tensors: dict[str, np.ndarray], *, every_frame: bool) -> tuple["_Deco
     channels = tensors["0.weight" if is_super else "1.weight"].shape[1]
     outputs = max((int(name.partition(".")[0]), len(tensor)) for name, tensor in tensors.items())[1]
     patch = math.isqrt(outputs // 3)
-    if len(grown) != len(_WIDTHS) - 1 or 3 * patch**2 != outputs:
+    if len(grown) != ENLARGEMENTS or 3 * patch**2 != outputs:
         raise ValueError(f"it has {len(grown)} growths and {outputs} outputs")
     with torch.device("meta"):
         make = _super_blocks if is_super else _blocks
@@ -158,10 +159,10 @@ class _Decoder(nn.Sequential):
         super().__init__(*blocks)
         self._patch = patch
 
-    def forward(self, latents: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+    def forward(self, latents: torch.Tensor, enlargements: int) -> torch.Tensor:
         """Decode latents [N, T, C, H, W] as pictures [N, T, 3, H, W] in [0, 1]."""
         clips, x = latents.shape[0], latents.flatten(0, 1)
-        skipped = [block for block in self if isinstance(block, _Enlarge)][len(_WIDTHS) - 2 :] if not whole else []
+        skipped = [block for block in self if isinstance(block, _Enlarge)][enlargements:]
         for block in self:
             if block in skipped:
                 continue

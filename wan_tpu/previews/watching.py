@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ class Preview:
     Attributes:
         step: How many steps are done.
         steps: The request's steps.
-        picture: Up to four frames, spread over the video, in two columns.
+        picture: Up to four frames, spread over the video, in two columns; with a tiny decoder, the middle one.
     """
 
     step: int
@@ -111,7 +111,7 @@ def work_with_previews(
     show: Callable[[Preview], object],
     *kinds: type[Operation],
     stop: int | None = None,
-) -> Iterator[tuple[Operation, Any]]:
+) -> Generator[tuple[Operation, Any]]:
     """Run operations as `LocalExecutor.work` does, and show previews of the video while it is denoised.
 
     Args:

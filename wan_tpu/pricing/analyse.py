@@ -17,10 +17,12 @@ from wan_tpu.pricing.cost import ZERO, Cost, Item, Times
 from wan_tpu.pricing.hlo import Computation, Instruction, Module, parse
 from wan_tpu.pricing.ici import Interconnect
 from wan_tpu.pricing.kernel_calls import KernelCall, read_kernel_call
-from wan_tpu_kernels.catalogue import VECTOR, find_kind
+from wan_tpu_kernels.catalogue import ATTENTION, VECTOR, find_kind
 
 UNKNOWN = 2**63 - 1  # The compiler's value for a fusion whose cycles it can't estimate.
 KernelCycles = Callable[[KernelCall], float | None]
+# Kernels that XLA itself writes: it compiles plain attention into one where logits are neither scaled nor masked.
+_OF_XLA = {"online-softmax": ATTENTION}
 
 
 def analyse(
@@ -36,8 +38,6 @@ def analyse(
 
     Args:
         text: The program's scheduled HLO, from `compiled.as_text()`.
-        hardware: The chip that it runs on.
-        interconnect: The links among its devices.
         kernel_cycles: Returns the cycles of one Pallas call, or None if they are unknown.
         prefer: Parts of kernel names. Of a conditional, the branch that holds the first of these names is taken; where
             none does, the branch without any kernel, or else the costliest. A loop that runs once or not at all runs if
@@ -87,7 +87,7 @@ class _Walk:
 
     def run(self, name: str, executions: float) -> Times:
         """Add the items of a computation that runs `executions` times; return the seconds of one run."""
-        run = _Run(self, self.module.computations[name], executions)
+        run = _ComputationWalk(self, self.module.computations[name], executions)
         for instruction in run.computation.instructions:
             run.now += run.step(instruction)
         return run.now
@@ -101,7 +101,7 @@ class _Walk:
 
     def categorize_kernel(self, name: str) -> str:
         """Return the category of a kernel; one that nobody declares is recorded."""
-        kind = find_kind(name) or self.others
+        kind = find_kind(name) or _OF_XLA.get(name.partition(".")[0]) or self.others
         if kind is None:
             self.unpriced.append(f"kernel {name} of no known kind")
         return kind or VECTOR
@@ -142,7 +142,7 @@ class _Walk:
 
 
 @dataclass
-class _Run:
+class _ComputationWalk:
     """One computation of a walk, at the time `now` since its start."""
 
     walk: _Walk
@@ -209,16 +209,18 @@ class _Run:
             nbytes -= call.unread_bytes
             # A kernel's copies run in parallel with its instructions, so the longer of the two counts.
             alone = max(walk.seconds_of_kernel(call), nbytes / hardware.hbm_bytes_per_s)
+            products_s = 2 * call.macs * call.busy * call.steps / hardware.peak_flops
+            seconds = Times(alone, alone, min(alone, max(products_s, nbytes / hardware.hbm_bytes_per_s)))
             kernel_category = walk.categorize_kernel(call.name)
-            moved_in_all = nbytes * self.executions
-            return self._add(instruction, kernel_category, Times(alone, alone), hbm_bytes=moved_in_all, kernel=call)
+            return self._add(instruction, kernel_category, seconds, hbm_bytes=nbytes * self.executions, kernel=call)
         moving_s, moved_in_all = nbytes / hardware.hbm_bytes_per_s, nbytes * self.executions
         flops = traffic.count_flops(instruction, self.computation, walk.module)
         if instruction.estimated_cycles == UNKNOWN:
             estimate = max(moving_s, flops / hardware.peak_flops)
         else:
             estimate = (instruction.estimated_cycles or 0) / hardware.clock_hz
-        seconds = Times(estimate, estimate if category == "matmul" else moving_s)
+        limit = min(estimate, max(moving_s, flops / hardware.peak_flops))
+        seconds = Times(estimate, estimate if category == "matmul" else moving_s, limit)
         amounts = {"hbm_bytes": moved_in_all, "flops": flops * self.executions}
         return self._add(instruction, category, seconds, **amounts)
 

@@ -38,25 +38,17 @@ class Body(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KernelBundles:
-    """The schedule of one kernel, in bundles.
-
-    Attributes:
-        name: The kernel's name.
-        total: All its bundles.
-        hot: The region with the most bundles of its own: the body of the kernel's main loop, or of its main grid step.
-        around: The bundles of the enclosing loops that run whenever it does, to advance to the next grid step.
-        slot_bound: The most instructions that any issue slot must take, by its capacity: no schedule is shorter.
-        slots: The share of each slot's capacity that is used.
-        loops: Bodies by the iterations of the loops around them, outermost first. The grid's loop, where it has several
-            steps, runs two more to fetch the first tiles and to store the last.
-    """
+    """The schedule of one kernel, in bundles."""
 
     name: str
     total: int
+    # The region with the most bundles of its own: the body of the kernel's main loop, or of its main grid step.
     hot: Body
-    around: int
-    slot_bound: int
-    slots: Mapping[str, float]
+    around: int  # The bundles of the enclosing loops that run whenever it does, to advance to the next grid step.
+    slot_bound: int  # The most instructions that any issue slot must take, by its capacity: no schedule is shorter.
+    slots: Mapping[str, float]  # The share of each slot's capacity that is used.
+    # Bodies by the iterations of the loops around them, outermost first. The grid's loop, where it has several steps,
+    # runs two more to fetch the first tiles and to store the last.
     loops: Mapping[tuple[int, ...], Body]
 
 
@@ -74,7 +66,6 @@ def count_bundles(
             arguments as `jax.ShapeDtypeStruct`s. The file is run by its path, so that its package is not imported.
         options: JSON values.
         host: The compiler's name of a host's chips.
-        timeout_s: How long the compiler may take.
 
     Raises:
         CompileError: The compiler refuses the kernel, or the host is unknown.

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from wan_tpu.aot.programs import ENLARGE, FIRST_ENLARGE, STEP
+from wan_tpu.aot.names import ENLARGE, FIRST_ENLARGE, KEYS, STEP
 from wan_tpu.plan import DECODER, ENCODER, Expert
 from wan_tpu.pricing.host import chunk_seconds, expert_seconds
-from wan_tpu.pricing.plan import KEYS, ProgramPlan, StagePlan
+from wan_tpu.pricing.plan import ProgramPlan, StagePlan
 from wan_tpu.pricing.playback import Playback
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import ModelSpec
@@ -27,8 +27,6 @@ def predict_playback(
 
     Args:
         spec: A model that denoises a video chunk after chunk.
-        request: The request.
-        stages: All stages of the model.
         steps: The name of each expert's step.
         decodes_beside: Whether another slice of the same kind decodes a chunk while the next one is denoised.
     """

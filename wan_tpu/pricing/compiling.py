@@ -1,57 +1,59 @@
-"""Compile one program of a model for a described slice, in a separate process, and store the compiler's report.
+"""Compile programs of a model for a described slice, in separate processes, and store the compiler's reports.
 
 A separate process is used because a full-size program takes gigabytes to compile, and because the compiler may crash
 instead of refusing. The scheduled HLO, the memory it needs and the seconds it took are stored under a key of everything
 that affects them.
 """
 
+import contextlib
 import dataclasses
+import functools
 import gzip
 import json
 import os
+import queue
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from wan_tpu.aot import key
 from wan_tpu.aot.topology import DescribedSlice, Hardware
-from wan_tpu.errors import DoesNotFit
+from wan_tpu.errors import DoesNotFit, Unavailable
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import MemoryNeed, needed_bytes
+
+if TYPE_CHECKING:
+    from wan_tpu.aot.programs import StagePrograms
+
+_CGROUP = Path("/sys/fs/cgroup")
+_COMPILER_BYTES = 6 * 2**30  # Memory of a process that compiles a step at full size.
 
 
 @dataclass(frozen=True)
 class Job:
-    """A program to compile: one of `stage_programs` for a published model, a request, a slice and a mesh.
-
-    Attributes:
-        model: The published model.
-        program: The program's name.
-        slice: The slice, described.
-        mesh: The sizes of the mesh's axes.
-        request: The fields of the resolved request, without pixels, as JSON.
-        dtype: The precision.
-        depends_on: What the program depends on besides slice and build, as `key.describe_program` says. The request
-            isn't part of it: it acts only through the shapes of the program's arguments.
-        images: How many images the request has; the usual number if None.
-        text_rows: `Model.text_rows`, if not the usual.
-    """
+    """A program to compile: one of `stage_programs` for a published model, a request, a slice and a mesh."""
 
     model: str
     program: str
     slice: DescribedSlice
     mesh: tuple[int, int, int]
-    request: dict[str, Any]
+    request: dict[str, Any]  # The fields of the resolved request, without pixels, as JSON.
     dtype: str
+    # What the program depends on besides slice and build, as `key.describe_program` says. The request isn't part of it:
+    # it acts only through the shapes of the program's arguments.
     depends_on: Mapping[str, str]
-    images: int | None = None
-    text_rows: int | None = None
+    images: int | None = None  # How many images the request has; the usual number if None.
+    text_rows: int | None = None  # `Model.text_rows`, if not the usual.
+    decoder: str | None = None  # As for `published_spec`.
 
     @property
     def digest(self) -> str:
@@ -72,49 +74,151 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiler's report on a program, for one device.
+    """The compiler's report on a program, for one device."""
 
-    Attributes:
-        compile_s: The seconds of tracing and compiling by the clock.
-        compile_cpu_s: The same summed over the cores, which depends less on what else the machine does.
-        weights_bytes: Its weights.
-        other_bytes: Its other arguments, results and temporaries.
-        over_bytes: The bytes by which it exceeds the memory, if that is why it can't be compiled.
-        refused: Why it can't be compiled, or empty.
-        code_bytes: The size of the program itself, which stays on the device after its first call.
-    """
-
-    compile_s: float
-    compile_cpu_s: float
+    compile_s: float  # The seconds of tracing and compiling by the clock.
+    compile_cpu_s: float  # The same summed over the cores, which depends less on what else the machine does.
     weights_bytes: int
-    other_bytes: int = 0
-    over_bytes: int = 0
-    refused: str = ""
-    code_bytes: int = 0
+    other_bytes: int = 0  # Its other arguments, results and temporaries.
+    over_bytes: int = 0  # The bytes by which it exceeds the memory, if that is why it can't be compiled.
+    refused: str = ""  # Why it can't be compiled, or empty.
+    code_bytes: int = 0  # The size of the program itself, which stays on the device after its first call.
 
     @property
     def total_bytes(self) -> int:
-        """All memory it needs."""
         return needed_bytes([MemoryNeed(self.weights_bytes + self.code_bytes, self.other_bytes)])
 
 
-def compile_job(job: Job, cache: Path) -> tuple[Compiled, str]:
-    """Return the compiler's report on a job and the scheduled HLO (empty if refused), from the cache if possible."""
-    result, hlo = cache / f"{job.digest}.json", cache / f"{job.digest}.hlo.gz"
-    known = _read(result, hlo)
-    if known is None:
-        result.unlink(missing_ok=True)
-        cache.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(cache / job.digest)]
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if not result.exists():
-            lines = child.stderr.strip().splitlines() or ["no message"]
-            last = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
-            return Compiled(0.0, 0.0, 0, refused=f"the compiling process ended with {child.returncode}: {last}"), ""
+class Compilers:
+    """Child processes that compile programs, as many at a time as this machine has cores and memory for.
+
+    Attributes:
+        count: How many these are.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        """Start nothing yet.
+
+        Args:
+            cache: The folder that keeps what was compiled.
+        """
+        self.count = max(1, min(_count_cores(), _count_memory() // _COMPILER_BYTES))
+        self._all = [_Compiler(cache) for _ in range(self.count)]
+        self._idle: queue.SimpleQueue[_Compiler] = queue.SimpleQueue()
+        for compiler in self._all:
+            self._idle.put(compiler)
+
+    def compile(self, job: Job) -> tuple[Compiled, str]:
+        """Return the report on a job and the scheduled HLO (empty if refused), from the cache if possible.
+
+        Raises:
+            Unavailable: The process was killed, or all are closed.
+            KeyboardInterrupt: The process was interrupted, as Ctrl-C does to all processes of a terminal.
+        """
+        compiler = self._idle.get()
+        try:
+            return compiler.compile(job)
+        finally:
+            self._idle.put(compiler)
+
+    def close(self) -> None:
+        """End the processes; what they still compile fails in its thread."""
+        for compiler in self._all:
+            compiler.close()
+
+
+class _Compiler:
+    """A child process that compiles one program after the other. If it ends, another one compiles the next."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+        self._child: subprocess.Popen[str] | None = None
+        self._errors: IO[bytes] | None = None
+        self._starting, self._closed = threading.Lock(), False
+
+    def compile(self, job: Job) -> tuple[Compiled, str]:
+        result, hlo = self._cache / f"{job.digest}.json", self._cache / f"{job.digest}.hlo.gz"
         known = _read(result, hlo)
-        assert known is not None, f"{hlo} was damaged as soon as it was written"
-    return known
+        if known is None:
+            result.unlink(missing_ok=True)
+            self._cache.mkdir(parents=True, exist_ok=True)
+            if cause := self._ask(json.dumps([dataclasses.asdict(job), str(self._cache / job.digest)])):
+                return Compiled(0.0, 0.0, 0, refused=f"the compiling process ended with {cause}"), ""
+            known = _read(result, hlo)
+            assert known is not None, f"{hlo} was damaged as soon as it was written"
+        return known
+
+    def _ask(self, question: str) -> str:
+        """Have the child answer; return its exit status and last error if it ends instead."""
+        with self._starting:
+            child, errors = self._start()
+        assert child.stdin is not None and child.stdout is not None
+        before = os.fstat(errors.fileno()).st_size  # What earlier jobs have written.
+        with contextlib.suppress(BrokenPipeError):
+            print(question, file=child.stdin, flush=True)
+        if child.stdout.readline():
+            return ""
+        child.wait()
+        self._check_open()
+        errors.seek(before)
+        lines = errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
+        last = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
+        self._end_child()
+        if child.returncode == -signal.SIGINT:
+            raise KeyboardInterrupt
+        if child.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+            raise Unavailable(
+                f"a compiling process was killed ({signal.Signals(-child.returncode).name}), perhaps for lack of "
+                "memory; end other programs of this machine, and start again (what is compiled is kept)"
+            )
+        return f"{child.returncode}: {last}"
+
+    def _start(self) -> "tuple[subprocess.Popen[str], IO[bytes]]":
+        """Return the child and the file of its errors; start it if there is none."""
+        self._check_open()
+        if self._child is None or self._errors is None:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+        return self._child, self._errors
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the compiling processes have ended, because another program failed; start again")
+
+    def close(self) -> None:
+        with self._starting:
+            self._closed = True
+            self._end_child()
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
+
+
+def _count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count_memory() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or its container's."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # Of cgroups, version 2 and 1.
+        with contextlib.suppress(OSError, ValueError):  # Without a limit, "max" is in the first.
+            sizes.append(int((_CGROUP / file).read_text()))
+    return min(sizes)
 
 
 def is_known(job: Job, cache: Path) -> bool:
@@ -131,22 +235,40 @@ def _read(result: Path, hlo: Path) -> tuple[Compiled, str] | None:
         return None
 
 
-def _compile(job: Job, result: Path) -> None:
-    """Compile a job and write `result`.json and .hlo.gz: the child's side of `compile_job`."""
-    import jax
+def _answer() -> None:
+    """Compile what each line asks for, and answer it with an empty line: the child's side of `_Compiler`."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What else writes to standard output answers nothing.
+    for line in sys.stdin:
+        job, result = json.loads(line)
+        _compile(Job.from_json(json.dumps(job)), Path(result))
+        print(file=answers, flush=True)
 
+
+@functools.lru_cache(maxsize=1)
+def _list_programs(text: str) -> "StagePrograms":
+    """Return the programs of a plan; `text` is what `Job.from_json` reads, of any of its jobs."""
     from wan_tpu.aot.programs import AbstractRuntime, stage_programs  # Importing torch and diffusers takes seconds.
     from wan_tpu.families.model import published_model
     from wan_tpu.runtime.mesh import make_mesh
 
-    model = published_model(job.model)
+    job = Job.from_json(text)
+    published = published_model(job.model, job.decoder)
     if job.text_rows is not None:
-        model = model.for_text(job.text_rows)
-    mesh = make_mesh(job.mesh, heads=model.spec.heads, devices=job.slice.devices())
-    programs = stage_programs(
-        AbstractRuntime(model, mesh, job.dtype), ResolvedRequest(**job.request), images=job.images
+        published = published.for_text(job.text_rows)
+    placed = make_mesh(job.mesh, heads=published.spec.heads, devices=job.slice.devices())
+    return stage_programs(
+        AbstractRuntime(published, placed, job.dtype), ResolvedRequest(**job.request), images=job.images
     )
-    program, args, _ = programs[job.program]
+
+
+def _compile(job: Job, result: Path) -> None:
+    """Compile a job and write `result`.json and .hlo.gz."""
+    import jax
+
+    # All jobs of a plan are the same but for these two fields.
+    shared = dataclasses.asdict(dataclasses.replace(job, program="", depends_on={}))
+    program, args, _ = _list_programs(json.dumps(shared, sort_keys=True))[job.program]
     weights = sum(_count_shard_bytes(leaf) for leaf in jax.tree.leaves(args[0]))
     start, start_cpu = time.perf_counter(), time.process_time()
 
@@ -184,4 +306,4 @@ def _count_shard_bytes(leaf: Any) -> int:
 
 
 if __name__ == "__main__":
-    _compile(Job.from_json(sys.argv[1]), Path(sys.argv[2]))
+    _answer()

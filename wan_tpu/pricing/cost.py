@@ -11,20 +11,23 @@ CATEGORIES = (MATMUL, CONVOLUTION, ATTENTION, VECTOR, "copies", "collectives")
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds by both ways of counting."""
+    """Seconds by three ways of counting."""
 
-    estimate: float
-    floor: float
+    estimate: float  # As the compiler estimates.
+    floor: float  # The same, but work that isn't a matrix product takes as long as moving its bytes.
+    # What the chip allows: products at the peak or bytes at the bandwidth, with all transfers hidden.
+    limit: float = 0.0
 
     def __add__(self, other: "Times") -> "Times":
-        return Times(self.estimate + other.estimate, self.floor + other.floor)
+        return Times(self.estimate + other.estimate, self.floor + other.floor, self.limit + other.limit)
 
     def or_later(self, other: "Times") -> "Times":
         """Return the later of two moments, by each way of counting."""
-        return Times(max(self.estimate, other.estimate), max(self.floor, other.floor))
+        pairs = ((self.estimate, other.estimate), (self.floor, other.floor), (self.limit, other.limit))
+        return Times(*map(max, pairs))
 
     def __mul__(self, count: float) -> "Times":
-        return Times(self.estimate * count, self.floor * count)
+        return Times(self.estimate * count, self.floor * count, self.limit * count)
 
 
 ZERO = Times(0.0, 0.0)
@@ -32,53 +35,33 @@ ZERO = Times(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Item:
-    """One scheduled instruction and what all its executions in one run of the program cost.
-
-    Attributes:
-        name: The instruction's name.
-        category: One of `CATEGORIES`.
-        where: The computation that holds it.
-        op_name: The operation of the traced program that it comes from.
-        shape: The shapes of its results.
-        executions: How often it runs.
-        seconds: Summed over the executions; of a collective or an asynchronous copy, the part that no work hides.
-        hbm_bytes: The HBM traffic, summed over the executions.
-        flops: The operations of matrix products, summed over the executions.
-        hidden_s: The part of a collective or an asynchronous copy that other work hides.
-        kernel: The Pallas call, if it is one.
-    """
+    """One scheduled instruction and what all its executions in one run of the program cost."""
 
     name: str
-    category: str
-    where: str
-    op_name: str
-    shape: str
+    category: str  # One of `CATEGORIES`.
+    where: str  # The computation that holds it.
+    op_name: str  # The operation of the traced program that it comes from.
+    shape: str  # The shapes of its results.
     executions: float
-    seconds: Times
-    hbm_bytes: float = 0.0
-    flops: float = 0.0
-    hidden_s: Times = ZERO
-    kernel: KernelCall | None = None
+    seconds: Times  # Summed over the executions; of a collective or an asynchronous copy, the part that no work hides.
+    hbm_bytes: float = 0.0  # The HBM traffic, summed over the executions.
+    flops: float = 0.0  # The operations of matrix products, summed over the executions.
+    hidden_s: Times = ZERO  # The part of a collective or an asynchronous copy that other work hides.
+    kernel: KernelCall | None = None  # The Pallas call, if it is one.
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one run of a program on each device.
-
-    Attributes:
-        hardware: The chip.
-        items: The instructions that take time.
-        unpriced: Pallas kernels without a price, which count as nothing; those of no known kind, which count as vector
-            work; and loops of unknown length, which count once.
-    """
+    """The cost of one run of a program on each device."""
 
     hardware: Hardware
     items: tuple[Item, ...]
+    # Pallas kernels without a price, which count as nothing; those of no known kind, which count as vector work; and
+    # loops of unknown length, which count once.
     unpriced: tuple[str, ...]
 
     @property
     def total(self) -> Times:
-        """All seconds."""
         return sum((item.seconds for item in self.items), ZERO)
 
     def by_category(self, where: str | None = None) -> dict[str, Times]:

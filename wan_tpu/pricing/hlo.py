@@ -106,7 +106,6 @@ class Computation:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """The instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
@@ -124,7 +123,6 @@ class Computation:
         return next(instruction for instruction in self.instructions if instruction.root)
 
     def parameters(self) -> list[Instruction]:
-        """Return the parameters in order."""
         parameters = [instruction for instruction in self.instructions if instruction.opcode == "parameter"]
         return sorted(parameters, key=lambda instruction: int(instruction.argument))
 

@@ -29,11 +29,9 @@ def host_seconds(spec: ModelSpec, request: ResolvedRequest, images: int | None =
     """Return the host's seconds for a resolved request by stage: "encoder", "denoise" for all experts, "decoder".
 
     Args:
-        spec: The model.
-        request: The request.
         images: How many images it has; the usual number if None.
     """
-    images = spec.image_counts[0] if images is None else images
+    images = spec.images_of(request)[0] if images is None else images
     pictures = request.frames if request.video is not None else images
     pixels = request.height * request.width
     at_once = request.frames if len(spec.decoder_chunks(spec.decoded_shape(request)[2])) == 1 else 0
@@ -45,13 +43,7 @@ def host_seconds(spec: ModelSpec, request: ResolvedRequest, images: int | None =
 
 
 def expert_seconds(spec: ModelSpec, request: ResolvedRequest, expert: Expert) -> float:
-    """Return the host's seconds for one expert's steps of a chunk: its noise, the history, and the calls.
-
-    Args:
-        spec: A model that denoises a video chunk after chunk.
-        request: The request.
-        expert: The expert.
-    """
+    """Return the host's seconds for one expert's steps of a chunk: its noise, the history, and the calls."""
     finished = math.prod(spec.latent_shape(request))
     latent_size = math.prod(spec.latent_shapes(request, expert.stop)[VIDEO])
     noise_s = _CORRELATED_NOISE_S * latent_size if expert.enlarges else _NOISE_S * finished

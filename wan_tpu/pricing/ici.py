@@ -25,19 +25,14 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all
 
 @dataclass(frozen=True)
 class Interconnect:
-    """The links among the devices of a program.
+    """The links among the devices of a program."""
 
-    Attributes:
-        coordinates: Those of each device, (x, y, z, core on chip), in the program's order (`mesh.devices.flat`).
-        link_bytes_per_s: The bandwidth of one ICI link in one direction.
-        core_bytes_per_s: The bandwidth between a chip's two devices in one direction; unused on chips of one device.
-        wraps: The size of each axis that closes to a ring, and 0 for an axis that doesn't.
-    """
-
+    # Those of each device, (x, y, z, core on chip), in the program's order (`mesh.devices.flat`).
     coordinates: tuple[Coordinate, ...]
-    link_bytes_per_s: float
+    link_bytes_per_s: float  # The bandwidth of one ICI link in one direction.
+    # The bandwidth between a chip's two devices in one direction; unused on chips of one device.
     core_bytes_per_s: float
-    wraps: Coordinate = (0, 0, 0, 0)
+    wraps: Coordinate = (0, 0, 0, 0)  # The size of each axis that closes to a ring, and 0 for an axis that doesn't.
 
     def seconds(self, kind: str, groups: Sequence[Sequence[int]], data_bytes: float) -> float:
         """Return the time of one collective that has the links to itself; the arguments are those of `busy`."""

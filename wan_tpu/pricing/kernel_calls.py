@@ -6,7 +6,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,48 +27,49 @@ _DTYPES = {
 _CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
 # Some compilers' decisions about where a program's arrays are. In a program of its own, a kernel's are elsewhere.
 _DECIDED = ("input_memory_space_colors", "output_memory_space_colors")
+ALONE = "ffi_call"  # How the compiler calls a call in a program of its own.
 Array = tuple[str, tuple[int, ...]]  # JAX's name of the dtype, and the dimensions.
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One Pallas call.
-
-    Attributes:
-        name: The kernel's name.
-        grid: The iterations along each grid axis.
-        parallel: Whether the cores of a chip may share each grid axis.
-        operands: The arrays that it reads.
-        results: The arrays that it writes.
-        macs: The multiply-adds of a grid step's matrix products; of conditional alternatives, only the largest. Those
-            of 8-bit numbers count half, which is the most that matrix units gain from them.
-        busy: The multiply-adds of all grid steps, relative to all steps costing as much as the costliest: a last block
-            may be partial.
-        repeats: The iterations in each grid step of the innermost loop of constant length, or 1 without one. Loops
-            under conditions, such as those over a last block, don't count.
-        loops: How many loops run at every grid step.
-        stacks: The numbers of the operands of which all grid steps read the same slice of the first dimension, chosen
-            by an index that is another operand.
-        config: The compiler's configuration of the kernel, including its body.
-    """
+    """One Pallas call."""
 
     name: str
     grid: tuple[int, ...]
-    parallel: tuple[bool, ...]
+    parallel: tuple[bool, ...]  # Whether the cores of a chip may share each grid axis.
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
+    # The multiply-adds of a grid step's matrix products; of conditional alternatives, only the largest. Those of 8-bit
+    # numbers count half, which is the most that matrix units gain from them.
     macs: float
+    # The multiply-adds of all grid steps, relative to all steps costing as much as the costliest: a last block may be
+    # partial.
     busy: float
+    # The iterations in each grid step of the innermost loop of constant length, or 1 without one. Loops under
+    # conditions, such as those over a last block, don't count.
     repeats: int
-    loops: int
+    loops: int  # How many loops run at every grid step.
+    # The numbers of the operands of which all grid steps read the same slice of the first dimension, chosen by an index
+    # that is another operand.
     stacks: tuple[int, ...]
-    config: str
+    # The shape of the block that a grid step reads of each operand and writes of each result; () where the kernel reads
+    # or writes as it likes.
+    blocks: tuple[tuple[int, ...], ...]
+    config: str  # The compiler's configuration of the kernel, including its body.
 
     @property
     def unread_bytes(self) -> float:
-        """The bytes of the operands' slices that aren't read."""
-        arrays = [self.operands[number] for number in self.stacks]
-        return sum(math.prod(dims) * jnp.dtype(dtype).itemsize * (1 - 1 / dims[0]) for dtype, dims in arrays)
+        """The bytes of the operands that aren't read: other slices than the chosen one, and more than all blocks."""
+        unread = 0.0
+        for number, ((dtype, dims), block) in enumerate(zip(self.operands, self.blocks, strict=False)):
+            size = read = float(math.prod(dims))
+            if number in self.stacks:
+                read /= dims[0]
+            if block:
+                read = min(read, self.steps * math.prod(block))
+            unread += (size - read) * jnp.dtype(dtype).itemsize
+        return unread
 
     @property
     def steps(self) -> int:
@@ -137,6 +138,7 @@ class _Mosaic:
     repeats: int
     loops: int
     stacks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
 
 
 def _read_mosaic(bytecode: bytes) -> _Mosaic:
@@ -154,21 +156,34 @@ def _read_mosaic(bytecode: bytes) -> _Mosaic:
             min(1.0, macs.mean / macs.most) if macs.most else 1.0,
             _count_repeats(module),
             _count_loops(module),
-            _find_stacks(module, text),
+            _find_stacks(module, windows := _read_windows(text)),
+            tuple(block for _, block in windows),
         )
 
 
-def _find_stacks(module: Any, text: str) -> tuple[int, ...]:
+def _read_windows(text: str) -> list[tuple[str | None, tuple[int, ...]]]:
+    """Return of each operand and result the function that finds a grid step's block, and the block's shape."""
+    before = re.search(r"scalar_prefetch = (\d+)", text)
+    windows: list[tuple[str | None, tuple[int, ...]]] = [(None, ())] * (int(before[1]) if before else 0)
+    params = re.search(r"window_params = \[(.*?)\]", text, re.DOTALL)
+    for window in re.findall(r"\{([^}]*)\}", params[1]) if params else ():
+        function = re.search(r"transform_indices = @(\w+)", window)
+        bounds = re.search(r"window_bounds = array<i64: ([\d, ]+)>", window)
+        block = tuple(int(size) for size in bounds[1].split(",")) if bounds else ()
+        windows.append((function[1] if function else None, block))
+    return windows
+
+
+def _find_stacks(module: Any, windows: Sequence[tuple[str | None, tuple[int, ...]]]) -> tuple[int, ...]:
     """Return the numbers of the operands whose first index is an element of an operand, the same at every grid step."""
     functions = [inner.operation for region in module.regions for block in region for inner in block]
     stacks = {}
     for function in functions:
         *_, last = (inner.operation for block in function.regions[0] for inner in block)
         stacks[ir.StringAttr(function.attributes["sym_name"]).value] = list(last.operands)
-    before = re.search(r"scalar_prefetch = (\d+)", text)
-    windows = re.findall(r"transform_indices = @(\w+)", text)
-    first = int(before[1]) if before else 0
-    return tuple(first + i for i, name in enumerate(windows) if stacks[name] and _is_chosen(stacks[name][0]))
+    return tuple(
+        number for number, (name, _) in enumerate(windows) if name and stacks[name] and _is_chosen(stacks[name][0])
+    )
 
 
 def _is_chosen(index: Any) -> bool:

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,17 +23,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepBundles:
-    """Bundles of one grid step.
+    """Bundles of one grid step."""
 
-    Attributes:
-        products: Those around its matrix products.
-        other: All others, which also run at every step.
-        idle: Of `products`, those before the first product and after the last of each run of a loop.
-    """
-
-    products: int
-    other: int = 0
-    idle: int = 0
+    products: int  # Those around its matrix products.
+    other: int = 0  # All others, which also run at every step.
+    idle: int = 0  # Of `products`, those before the first product and after the last of each run of a loop.
 
 
 CountBundles = Callable[[KernelCall, str, int], StepBundles]
@@ -54,7 +49,6 @@ class KernelPrices:
 
         Args:
             folder: Where the counts are stored.
-            hardware: The chip.
             cores: TensorCores of one device.
             count: Counts the bundles of a call on a host's chip, given the grid steps of a core.
         """
@@ -64,6 +58,7 @@ class KernelPrices:
         self._macs_a_cycle = hardware.peak_flops / 2 / hardware.clock_hz / cores
         self._beyond = hardware.grid_step_s * hardware.clock_hz  # Cycles of a grid step that no bundle accounts for.
         self._count = count
+        self._counting: dict[str, threading.Lock] = {}
 
     def __call__(self, call: KernelCall) -> float | None:
         """Return the cycles of one call; None, and the reason in the log, when it can't be compiled alone."""
@@ -78,7 +73,11 @@ class KernelPrices:
         return cycles * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> StepBundles:
-        """Return the bundles of one grid step."""
+        """Return the bundles of one grid step. What several threads ask for at once is counted once."""
+        with self._counting.setdefault(call.digest, threading.Lock()):
+            return self._bundles(call)
+
+    def _bundles(self, call: KernelCall) -> StepBundles:
         file = self._folder / f"kernel-{self._hardware.name}-{key.digest(f'{call.digest} {_describe_counter()}')}.json"
         try:
             return StepBundles(**json.loads(file.read_text())["bundles"])
@@ -111,7 +110,8 @@ def count_alone(call: KernelCall, host: str, steps: int) -> StepBundles:
         path = Path(folder) / "call.json"
         call.save(path)
         counts = bundles.count_bundles(f"{kernel_calls.__file__}:load_saved", {"path": str(path)}, host)
-    kernel = max(counts, key=lambda kernel: kernel.hot.bundles)
+    # Beside the call, the program may copy its operands to where the kernel has them.
+    kernel = max(counts, key=lambda kernel: (kernel.name.startswith(kernel_calls.ALONE), kernel.hot.bundles))
     if call.loops > 1:
         return step_bundles(kernel.loops, steps)
     if call.repeats == 1:

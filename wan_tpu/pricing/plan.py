@@ -1,11 +1,11 @@
 """A model's plan on a slice: whether it fits, and each stage's predicted time."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wan_tpu.aot.programs import ADAPTERS, ENLARGE, FIRST_STEP, SKIPPED, SMALLEST_STEP, STEP
+from wan_tpu.aot.names import ADAPTERS, ENLARGE, FIRST_STEP, KEYS, SKIPPED, SMALLEST_STEP, STEP, UNGUIDED
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.plan import Expert
 from wan_tpu.pricing.compiling import Compiled
@@ -14,8 +14,6 @@ from wan_tpu.pricing.playback import Playback
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import GIB, MemoryNeed, needed_bytes
 from wan_tpu.runtime.mesh import MeshShape
-
-KEYS = "text keys"
 
 
 @dataclass(frozen=True)
@@ -40,19 +38,12 @@ class ProgramPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The programs of one stage together.
-
-    Attributes:
-        name: The stage.
-        programs: Its programs.
-        flops: The operations of the whole stage for one video, on all devices.
-        host_s: The seconds of one video during which the devices wait for the host.
-    """
+    """The programs of one stage together."""
 
     name: str
     programs: tuple[ProgramPlan, ...]
-    flops: int
-    host_s: float = 0.0
+    flops: int  # The operations of the whole stage for one video, on all devices.
+    host_s: float = 0.0  # The seconds of one video during which the devices wait for the host.
 
     @property
     def seconds(self) -> Times | None:
@@ -66,18 +57,13 @@ class StagePlan:
 
 
 class StageNeeds(NamedTuple):
-    """The time and memory that a video needs on a slice in one stage.
+    """The time and memory that a video needs on a slice in one stage."""
 
-    Attributes:
-        seconds: Seconds of the slice.
-        resident_bytes: Memory in permanent use on a device: weights and programs, by name. Stages on one slice share
-            those with the same name.
-        working_bytes: Additional memory in use on a device while the stage runs.
-    """
-
-    seconds: float
+    seconds: float  # Seconds of the slice.
+    # Memory in permanent use on a device: weights and programs, by name. Stages on one slice share those with the same
+    # name.
     resident_bytes: dict[str, int]
-    working_bytes: int
+    working_bytes: int  # Additional memory in use on a device while the stage runs.
 
 
 def add_memory(needs: Iterable[StageNeeds]) -> list[MemoryNeed]:
@@ -89,16 +75,19 @@ def add_memory(needs: Iterable[StageNeeds]) -> list[MemoryNeed]:
 
 def find_owner(program: ProgramPlan) -> str:
     """Return the name of the program whose weights a program shares."""
-    owner = program.name.split(" first")[0].split(" later")[0]
+    owner = program.name.removesuffix(UNGUIDED).split(" first")[0].split(" later")[0]
     # These run before the step.
     return STEP if owner in (KEYS, SKIPPED, FIRST_STEP, SMALLEST_STEP) or owner.startswith(ADAPTERS) else owner
 
 
-def _runs(expert: Expert, program: ProgramPlan, has_sizes: bool) -> bool:
-    """Return whether an expert runs a program; `has_sizes` says whether the experts' latents differ in size."""
-    if program.name in (FIRST_STEP, ENLARGE):
-        return expert.enlarges == (program.name == ENLARGE)
-    return expert.enlarges or not has_sizes or program.name not in (STEP, SKIPPED)
+def _runs(expert: Expert, program: str, names: Collection[str]) -> bool:
+    """Return whether an expert runs a program, one of `names`."""
+    name = program.removesuffix(UNGUIDED)
+    if name + UNGUIDED in names and expert.guided == (program != name):
+        return False
+    if name in (FIRST_STEP, ENLARGE):
+        return expert.enlarges == (name == ENLARGE)
+    return expert.enlarges or FIRST_STEP not in names or name not in (STEP, SKIPPED)
 
 
 def _count_steps(experts: Iterable[Expert]) -> int:
@@ -106,22 +95,8 @@ def _count_steps(experts: Iterable[Expert]) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A model's stages on one slice and mesh.
-
-    Attributes:
-        model: The published model.
-        slice: The slice.
-        mesh: The mesh over its devices.
-        request: What is generated.
-        tokens: Tokens of the video's latents.
-        stages: The stages.
-        experts: The number of denoising stages with weights of their own.
-        same_weights: The stages that use another stage's weights, with that stage's name.
-        images: How many images the request has; the usual number if None.
-        text_rows: How long the texts are that its programs are for, where they depend on that; the shortest if None.
-        playbacks: How a video that is made chunk by chunk plays, by where its chunks are decoded.
-    """
+class SlicePlan:
+    """A model's stages on one slice and mesh."""
 
     model: str
     slice: DescribedSlice
@@ -129,10 +104,13 @@ class Plan:
     request: ResolvedRequest
     tokens: int
     stages: tuple[StagePlan, ...]
-    experts: int
+    experts: int  # The number of denoising stages with weights of their own.
+    # The stages that use another stage's weights, with that stage's name.
     same_weights: Mapping[str, str] = field(default_factory=dict)
-    images: int | None = None
+    images: int | None = None  # How many images the request has; the usual number if None.
+    # How long the texts are that its programs are for, where they depend on that; the shortest if None.
     text_rows: int | None = None
+    # How a video that is made chunk by chunk plays, by where its chunks are decoded.
     playbacks: Mapping[str, Playback] = field(default_factory=dict)
 
     def needs(self, experts: Sequence[Expert]) -> dict[str, StageNeeds]:
@@ -148,14 +126,14 @@ class Plan:
             if stage.name != "denoise":
                 needs[stage.name] = self._add_programs([(program, 1.0) for program in stage.programs], stage.host_s)
                 continue
-            has_sizes = any(program.name == FIRST_STEP for program in stage.programs)
+            names = {program.name for program in stage.programs}
             for name in dict.fromkeys(expert.stage for expert in experts):
                 # A stage may run several ranges of steps. Each program's calls are divided among the ranges that run
                 # it, in proportion to their steps.
                 stage_experts = [expert for expert in experts if expert.stage == name]
                 shares = []
                 for program in stage.programs:
-                    running = [expert for expert in experts if _runs(expert, program, has_sizes)]
+                    running = [expert for expert in experts if _runs(expert, program.name, names)]
                     if steps := _count_steps(expert for expert in stage_experts if expert in running):
                         shares.append((program, steps / _count_steps(running)))
                 host_s = stage.host_s * _count_steps(stage_experts) / _count_steps(experts)
@@ -185,7 +163,6 @@ class Plan:
 
     @property
     def programs(self) -> list[ProgramPlan]:
-        """All programs in order."""
         return [program for stage in self.stages for program in stage.programs]
 
     @property
@@ -217,7 +194,7 @@ class Plan:
         return max(program.compiled.total_bytes for program in self.programs) / GIB
 
 
-def share_of_peak(stage: StagePlan, plan: Plan) -> float:
+def share_of_peak(stage: StagePlan, plan: SlicePlan) -> float:
     """Return the share of the bfloat16 peak that a stage is predicted to reach, by the estimate."""
     seconds = stage.seconds
     devices = math.prod(plan.mesh)

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from wan_tpu.aot.names import STEP
+from wan_tpu.pricing.causes import CAUSES, HOST, largest_gains, list_causes
 from wan_tpu.pricing.cost import CATEGORIES
-from wan_tpu.pricing.plan import STEP, Plan, Prediction, ProgramPlan, share_of_peak
+from wan_tpu.pricing.plan import Prediction, ProgramPlan, SlicePlan, share_of_peak
 from wan_tpu.runtime.memory import GIB, fits
 
 SHORT = "predicted; kernels that were measured took up to 7 % longer: docs/performance.md, published measurements"
 
 
-def describe(plan: Plan) -> str:
-    """Return a plan for people."""
+def describe(plan: SlicePlan) -> str:
     request, memory = plan.request, plan.slice.hardware.hbm_bytes / GIB
     size = f"{request.width}x{request.height}, {request.frames} frames ({plan.tokens} tokens), {request.steps} steps"
     lines = [
@@ -46,13 +47,14 @@ def describe(plan: Plan) -> str:
         )
     if any(stage.seconds for stage in plan.stages):
         lines.append(plan.slice.calibrated or SHORT)
+        lines += ["", *_format_causes(plan, max(width, 26))]
     if plan.playbacks:
         lines += ["", *(f"chunks decoded {place}: {_format_playback(plan, place)}" for place in plan.playbacks)]
     lines += ["", *_format_verdict(plan, memory)]
     return "\n".join(lines)
 
 
-def compare(plans: Sequence[Plan]) -> str:
+def compare(plans: Sequence[SlicePlan]) -> str:
     """Return the denoise step of several plans, a line each."""
     lines = [f"{'one step':<12}{'mesh':<22}{'GiB':>6}{'estimate':>10}{'floor':>8}  all heads online{'compile s':>11}"]
     for plan in plans:
@@ -67,8 +69,7 @@ def compare(plans: Sequence[Plan]) -> str:
     return "\n".join(lines)
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
-    """Return everything as JSON values."""
+def to_json(plan: SlicePlan) -> dict[str, Any]:
     return {
         "model": plan.model,
         "request": plan.request.to_json(),
@@ -80,6 +81,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "playbacks": {place: dataclasses.asdict(playback) for place, playback in plan.playbacks.items()},
         "resident_gib": plan.resident_gib,
         "largest_gib": plan.largest_gib,
+        "causes": [dataclasses.asdict(cause) | {"gain": cause.gain} for cause in list_causes(plan)],
         "stages": [
             dataclasses.asdict(stage)
             | {"share_of_peak": share_of_peak(stage, plan)}
@@ -89,28 +91,23 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def draw(plans: Sequence[Plan], path: Path) -> None:
-    """Draw the denoise step's seconds, stacked by kind of work: for each plan, estimate and floor side by side."""
+def draw(plans: Sequence[SlicePlan], path: Path) -> None:
+    """Draw a video's seconds, stacked by cause: of each plan what is predicted, beside what the chips allow."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(max(6.5, 2.5 + 1.6 * len(plans)), 4.8), layout="constrained")
     axes = figure.subplots()
-    colours = dict(zip(CATEGORIES, ("#4477aa", "#aa3377", "#ee6677", "#228833", "#ccbb44", "#66ccee"), strict=True))
+    colours = dict(zip(CAUSES, map(tuple, colormaps["tab20"](range(len(CAUSES)))), strict=True))
     drawn = set[str]()
     for i, plan in enumerate(plans):
-        step = next(program for program in plan.programs if program.name == STEP)
-        if step.optimistic is None:
-            continue
-        for offset, figure_name in ((-0.2, "estimate"), (0.2, "floor")):
+        for offset, name, faded in ((-0.2, "seconds", 1.0), (0.2, "limit", 0.55)):
             base = 0.0
-            for name in CATEGORIES:
-                height = getattr(step.optimistic.by_category[name], figure_name)
-                if height == 0:  # A step has no convolutions.
-                    continue
-                faded = 1.0 if figure_name == "estimate" else 0.55
-                axes.bar(i + offset, height, 0.36, bottom=base, color=colours[name], alpha=faded)
-                drawn.add(name)
+            for cause in list_causes(plan):
+                height = getattr(cause, name)
+                axes.bar(i + offset, height, 0.36, bottom=base, color=colours[cause.name], alpha=faded)
+                drawn.add(cause.name)
                 base += height
             axes.text(i + offset, base, f"{base:.2f}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(plans)), [f"{plan.slice.name}\n{_format_mesh(plan)}" for plan in plans], fontsize=8)
@@ -118,14 +115,25 @@ def draw(plans: Sequence[Plan], path: Path) -> None:
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
     request = plans[0].request
-    size = f"{request.width}x{request.height}, {request.frames} frames"
-    figure.suptitle(
-        f"Predicted seconds of one denoising step: {plans[0].model}, {size}", x=0.01, ha="left", fontsize=11
-    )
-    handles = [Patch(color=colours[name], label=name) for name in CATEGORIES if name in drawn]
-    handles += [Patch(color="0.3", label="left: estimate"), Patch(color="0.3", alpha=0.55, label="right: floor")]
+    size = f"{request.width}x{request.height}, {request.frames} frames, {request.steps} steps"
+    figure.suptitle(f"Predicted seconds of a video: {plans[0].model}, {size}", x=0.01, ha="left", fontsize=11)
+    handles = [Patch(color=colours[name], label=name) for name in CAUSES if name in drawn]
+    handles += [Patch(color="0.3", label="left: predicted"), Patch(color="0.3", alpha=0.55, label="right: limit")]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
+
+
+def _format_causes(plan: SlicePlan, width: int) -> list[str]:
+    causes = list_causes(plan)
+    total = sum(cause.seconds for cause in causes)
+    lines = [f"{'seconds a video by cause':<{width}}{'estimate':>9}{'share':>8}{'limit':>10}"]
+    for cause in causes:
+        limit = "" if cause.name == HOST else f"{cause.limit:.3f}"
+        lines.append(f"{cause.name:<{width}}{cause.seconds:>9.3f}{cause.seconds / total:>8.1%}{limit:>10}")
+    limits = sum(cause.limit for cause in causes)
+    lines.append(f"{'in all':<{width}}{total:>9.3f}{'':>8}{limits:>10.3f}")
+    gains = largest_gains(causes)
+    return [*lines, *(f"{cause.gain:.2f} s of {cause.name} are above the limit; {cause.help}" for cause in gains)]
 
 
 def _format_memory(program: ProgramPlan, memory: float, width: int) -> str:
@@ -159,7 +167,7 @@ def _format_prediction(name: str, prediction: Prediction, width: int) -> str:
     return f"{name:<{width}}{prediction.total.estimate:>9.3f}{prediction.total.floor:>8.3f}    {parts}"
 
 
-def _format_playback(plan: Plan, place: str) -> str:
+def _format_playback(plan: SlicePlan, place: str) -> str:
     playback = plan.playbacks[place]
     frames = plan.request.frames / len(playback.arrivals_s)
     text = (
@@ -176,7 +184,7 @@ def _format_playback(plan: Plan, place: str) -> str:
     )
 
 
-def _format_verdict(plan: Plan, memory: float) -> list[str]:
+def _format_verdict(plan: SlicePlan, memory: float) -> list[str]:
     large = [program.name for program in plan.programs if program.compiled.over_bytes]
     other = [program.name for program in plan.programs if program.compiled.refused and program.name not in large]
     if large or other:
@@ -190,6 +198,6 @@ def _format_verdict(plan: Plan, memory: float) -> list[str]:
     ]
 
 
-def _format_mesh(plan: Plan) -> str:
+def _format_mesh(plan: SlicePlan) -> str:
     devices = math.prod(plan.mesh)
     return f"dp {plan.mesh.dp} x sp {plan.mesh.sp} x tp {plan.mesh.tp}" + ("" if devices > 1 else " (one device)")

@@ -1,7 +1,9 @@
 """Plan a model on a slice: compile and price its programs on a mesh."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -9,33 +11,29 @@ from jax.sharding import Mesh
 from PIL import Image
 
 from wan_tpu.aot import key
-from wan_tpu.aot.programs import (
-    ADAPTERS,
-    DENOISE_PROGRAMS,
-    AbstractRuntime,
-    name_steps,
-    stage_programs,
-)
+from wan_tpu.aot.names import ADAPTERS, DENOISE_PROGRAMS, KEYS, UNGUIDED_KEYS
+from wan_tpu.aot.programs import AbstractRuntime, name_steps, stage_programs
 from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
 from wan_tpu.families.model import published_model
 from wan_tpu.pricing.analyse import analyse
 from wan_tpu.pricing.chunk_times import predict_playback
-from wan_tpu.pricing.compiling import Job, compile_job, is_known
+from wan_tpu.pricing.compiling import Compilers, Job, is_known
 from wan_tpu.pricing.cost import Cost
 from wan_tpu.pricing.host import host_seconds
 from wan_tpu.pricing.ici import interconnect_of
 from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alone
-from wan_tpu.pricing.plan import KEYS, Plan, Prediction, ProgramPlan, StagePlan, find_owner
+from wan_tpu.pricing.plan import Prediction, ProgramPlan, SlicePlan, StagePlan, find_owner
 from wan_tpu.pricing.playback import Playback
 from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
 from wan_tpu.stages import sound_decoders
+from wan_tpu.suggest import did_you_mean
 
 Report = Callable[[str], object]
 
 
-class Planner:
+class SlicePlanner:
     """Compiles and prices the programs of one published model and request on one slice."""
 
     def __init__(
@@ -50,28 +48,26 @@ class Planner:
         count: CountBundles = count_alone,
         images: int | None = None,
         prompt_tokens: int | None = None,
+        decoder: str | None = None,
     ) -> None:
         """Prepare to plan for one request on one slice.
 
         Args:
-            model: The published model.
-            request: What is generated.
-            described: The slice.
-            dtype: The precision.
             cache: The folder that keeps compiled programs and counted kernels.
             report: Called with a line for each program that is compiled or priced.
             count: Counts a kernel's bundles.
             images: How many images the request has; the usual number if None.
             prompt_tokens: How long its prompt is, if programs depend on that; short if None.
+            decoder: As for `published_spec`.
 
         Raises:
             InvalidRequest: The model can't generate that size, takes another number of images, or reads no prompt that
                 is so long.
         """
         self._name = model
-        self._model = published_model(model)
+        self._model, self._decoder = published_model(model, decoder), decoder
         self._model.spec.check_size(request)
-        counts = self._model.spec.image_counts
+        counts = self._model.spec.images_of(request)
         if images not in (None, *counts):
             raise InvalidRequest(f"images is {images}; {model} takes {' or '.join(map(str, sorted(counts)))}", "images")
         self._images = images
@@ -85,23 +81,42 @@ class Planner:
         self._report = report
         self._prices = KernelPrices(cache, described.hardware, described.cores, count)
 
-    def plan(self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None) -> Plan:
+    def plan(
+        self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None
+    ) -> SlicePlan:
         """Return the plan on a mesh (None: default axes); `only` keeps one program, `stages` those of some stages.
 
-        Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`.
+        Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`,
+        `Unavailable` when a process that compiles is killed.
         """
         placed = self.mesh(mesh)
         tokens = self._model.spec.tokens(self._model.spec.latent_shape(self._request))
         jobs = self.jobs(placed, stages)
         if only is not None and only not in jobs:
-            raise InvalidRequest(f"there is no program {only!r}; this model has {', '.join(map(repr, jobs))}")
-        chosen = [job_and_calls for name, job_and_calls in jobs.items() if only in (None, name)]
-        programs = [
-            self._program(job, calls, placed, f"program {i} of {len(chosen)}")
-            for i, (job, calls) in enumerate(chosen, 1)
-        ]
+            hint = did_you_mean(only, jobs)
+            raise InvalidRequest(f"there is no program {only!r}{hint}; this model has {', '.join(map(repr, jobs))}")
+        chosen = [name for name in jobs if only in (None, name)]
+        with contextlib.closing(Compilers(self._cache)) as compilers, ThreadPoolExecutor(compilers.count) as pool:
+            # Steps take longest, so they begin first. Most of the work is done by child processes.
+            order = sorted(chosen, key=lambda name: name not in DENOISE_PROGRAMS)
+            planned = {
+                name: pool.submit(self._program, compilers, *jobs[name], placed, f"program {i} of {len(chosen)}")
+                for i, name in enumerate(order, 1)
+            }
+            try:
+                for program in as_completed(planned.values()):
+                    program.result()
+            except BaseException:
+                # Otherwise leaving the block would wait for all that is yet to be compiled.
+                pool.shutdown(wait=False, cancel_futures=True)
+                compilers.close()
+                raise
+        programs = [planned[name].result() for name in chosen]
         stage_plans = tuple(self._stages(programs))
-        return Plan(
+        spec = self._model.spec
+        experts = {*spec.denoise_stages, *(expert.stage for expert in spec.experts(self._request))}
+        weights = {(self._model.same_weights.get(name, name), self._request.adapters_for(name)) for name in experts}
+        return SlicePlan(
             model=self._name,
             slice=self._slice,
             mesh=MeshShape(**placed.shape),
@@ -109,7 +124,7 @@ class Planner:
             tokens=tokens,
             stages=stage_plans,
             same_weights=self._model.same_weights,
-            experts=len({self._model.same_weights.get(stage, stage) for stage in self._model.spec.denoise_stages}),
+            experts=len(weights),
             images=self._images,
             text_rows=self._text_rows,
             playbacks=self._predict_playbacks(stage_plans),
@@ -140,7 +155,7 @@ class Planner:
             AbstractRuntime(self._model, mesh, self._dtype), self._request, stages, images=self._images
         )
         traced_with = key.settings(self._model.config, self._dtype)
-        fields = dataclasses.replace(self._request, image=None, last_image=None, video=None).to_json()
+        fields = self._request.without_files().to_json()
         return {
             name: (
                 Job(
@@ -153,17 +168,18 @@ class Planner:
                     depends_on=key.describe_program(name, arguments, mesh, traced_with),
                     images=self._images,
                     text_rows=self._text_rows,
+                    decoder=self._decoder,
                 ),
                 calls,
             )
             for name, (_, arguments, calls) in programs.items()
         }
 
-    def _program(self, job: Job, calls: int, mesh: Mesh, place: str) -> ProgramPlan:
+    def _program(self, compilers: Compilers, job: Job, calls: int, mesh: Mesh, place: str) -> ProgramPlan:
         name, shape = job.program, tuple(mesh.shape.values())
         doing = "compiled before:" if is_known(job, self._cache) else "compiling"
         self._report(f"{self._slice.name}, mesh {shape}, {place}: {doing} {name}")
-        compiled, hlo = compile_job(job, self._cache)
+        compiled, hlo = compilers.compile(job)
         if compiled.refused:
             return ProgramPlan(name, calls, compiled, None, None)
         self._report(f"{self._slice.name}, mesh {shape}, {place}: pricing {name}")
@@ -191,11 +207,11 @@ class Planner:
 
     def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
         flops, spec = self._model.flops, self._model.spec
-        images = spec.image_counts[0] if self._images is None else self._images
+        images = spec.images_of(self._request)[0] if self._images is None else self._images
         denoise = [
             program
             for program in programs
-            if program.name in (KEYS, *DENOISE_PROGRAMS) or program.name.startswith(ADAPTERS)
+            if program.name in (KEYS, UNGUIDED_KEYS, *DENOISE_PROGRAMS) or program.name.startswith(ADAPTERS)
         ]
         decoders = ("decoder", *sound_decoders(self._model))
         decoder = [program for program in programs if find_owner(program) in decoders]

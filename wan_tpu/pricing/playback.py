@@ -6,17 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Playback:
-    """When the chunks of a video are available, in seconds from the request's arrival at idle slices.
+    """When the chunks of a video are available, in seconds from the request's arrival at idle slices."""
 
-    Attributes:
-        first_frame_s: When the first frame is decoded.
-        arrivals_s: When a client has each chunk.
-        chunk_s: How long a chunk plays.
-    """
-
-    first_frame_s: float
-    arrivals_s: tuple[float, ...]
-    chunk_s: float
+    first_frame_s: float  # When the first frame is decoded.
+    arrivals_s: tuple[float, ...]  # When a client has each chunk.
+    chunk_s: float  # How long a chunk plays.
 
     @property
     def start_s(self) -> float:

@@ -100,7 +100,6 @@ def _advise_on_format(folder: Path, download: str | None) -> str:
 
 
 def _read_indexes(folder: Path) -> dict[str, list[str]]:
-    """Return the files that each index lists, by the index's name without its ending."""
     indexes = {}
     for path in folder.glob(f"*{_INDEX}"):
         try:

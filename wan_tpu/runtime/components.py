@@ -2,8 +2,8 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import accelerate
@@ -26,11 +26,16 @@ from wan_tpu.runtime.weights import Block, Show, Weight, read_weights
 from wan_tpu_kernels.low_precision import can_multiply, largest_value
 
 _BFLOAT16, _INT8, _FLOAT8 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.int8, ml_dtypes.float8_e4m3fn))
-_AND_ATTENTION = "-attention"  # Suffix of precisions that also compute attention's logits in 8 bits.
+# Suffixes of precisions that also compute attention's logits in 8 bits, or both of its products.
+_AND_ATTENTION, _AND_BOTH = "-attention", "-attention-both"
 # For each precision, the dtype of activations and of most weights; below, the dtype of large matrices in 8 bits.
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": _BFLOAT16}
-DTYPES |= dict.fromkeys(("int8", "float8", "int8-attention", "float8-attention"), _BFLOAT16)
-MATRICES = {"int8": _INT8, "float8": _FLOAT8, "int8-attention": _INT8, "float8-attention": _FLOAT8}
+MATRICES = {
+    f"{name}{suffix}": kind
+    for suffix in ("", _AND_ATTENTION, _AND_BOTH)
+    for name, kind in (("int8", _INT8), ("float8", _FLOAT8))
+}
+DTYPES |= dict.fromkeys(MATRICES, _BFLOAT16)
 SCALE = "_scale"  # Suffix of the name of an 8-bit weight's scales: float32, one for each row of the weight.
 
 
@@ -60,11 +65,15 @@ class Component:
             all others change.
         adapted_beside: Such prefixes of other components that a file for this one may change, too.
         changed_inputs: Patterns of weights whose `changes` reorder inputs, not outputs.
+        added: Weights of stacked blocks that an adapter may add to those of the checkpoint, by the program's names, and
+            for each the weight whose shape, dtype and sharding it has.
         header_alpha: Whether "alpha" in an adapter's header applies to all its modules; diffusers reads it for some
             models only.
         matrices: Pattern of the weights [O, I] that may be in 8 bits, with one scale per output; "" for none.
-        logits: Whether attention's logits may be in 8 bits. A loaded module's attribute `logits_dtype` is their 8-bit
-            type, or None.
+        converted: What its weights' names begin with in a converted file, where another component of the folder has the
+            same weights in another order.
+        logits: Whether attention may be in 8 bits. A loaded module's attribute `logits_dtype` is the 8-bit type of its
+            logits, or None, and `values_dtype` that of the product of weights and values.
     """
 
     folder: str
@@ -82,19 +91,21 @@ class Component:
     adapted_by: tuple[str, ...] = ()
     adapted_beside: tuple[str, ...] = ()
     changed_inputs: tuple[str, ...] = ()
+    added: Mapping[str, str] = field(default_factory=dict)
     header_alpha: bool = False
     matrices: str = ""
+    converted: str = ""
     logits: bool = False
 
     def offers(self, precision: str) -> bool:
         """Return whether a model with this component offers a precision."""
-        return bool(self.matrices) and (self.logits or not precision.endswith(_AND_ATTENTION))
+        return bool(self.matrices) and (self.logits or _AND_ATTENTION not in precision)
 
     def kept_as(self, precision: str) -> str:
         """Return the precision that this component has in a model of the given precision."""
         if precision not in MATRICES:
             return precision
-        return precision.removesuffix(_AND_ATTENTION) if self.matrices else DTYPES[precision].name
+        return precision.partition(_AND_ATTENTION)[0] if self.matrices else DTYPES[precision].name
 
     def is_rounded(self, plain: str, precision: str) -> bool:
         """Return whether a weight is in 8 bits."""
@@ -107,6 +118,19 @@ class Loaded:
 
     module: torch.nn.Module
     params: Params
+
+    def with_added(self, component: Component) -> "Loaded":
+        """Return the same with the shapes and shardings of all weights that an adapter may add."""
+        likes = {
+            name + kind: self.params[like + kind]
+            for name, like in component.added.items()
+            for kind in ("", SCALE)
+            if like + kind in self.params
+        }
+        shapes: Any = {
+            name: jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding) for name, like in likes.items()
+        }
+        return Loaded(self.module, shapes | self.params)
 
 
 class ComponentFiles(NamedTuple):
@@ -139,10 +163,7 @@ def load_component(
     """Build a component and fill it from its safetensors files.
 
     Args:
-        checkpoint: The checkpoint.
         component: The component.
-        dtype: The precision.
-        mesh: The devices.
         show: Returns the bar that counts the bytes which this process reads.
 
     Raises:
@@ -185,9 +206,9 @@ def open_component(checkpoint: Checkpoint, component: Component, dtype: str, mes
         if converted is None:
             blocks, change = _blocks(name, weight, stored), _change(component, weight.plain, dtype)
         else:
-            blocks, change = converted.blocks(weight.plain, weight.shape), None
+            blocks, change = converted.blocks(component.converted + weight.plain, weight.shape), None
         contents.weights[name] = Weight(weight.shape, weight.kind, weight.sharding, blocks, change)
-        contents.plain[name] = weight.plain
+        contents.plain[name] = component.converted + weight.plain
         contents.cuts[name] = cut_weight(
             weight.shape, weight.kind.itemsize, weight.axis, layers=weight.depth is not None
         )
@@ -318,8 +339,9 @@ def _weights(
     """
     _check_chip(component, precision, mesh)
     depths = _scan(module, component.scanned)
-    has_8_bit_logits = component.logits and precision.endswith(_AND_ATTENTION)
+    has_8_bit_logits = component.logits and _AND_ATTENTION in precision
     module.logits_dtype = MATRICES[precision].name if has_8_bit_logits else None
+    module.values_dtype = module.logits_dtype if precision.endswith(_AND_BOTH) else None
     for name, tensor in list(module.named_parameters()):
         if component.is_rounded(_plain_name(name, depths)[0], precision):
             owner, _, leaf = name.rpartition(".")

@@ -18,7 +18,7 @@ from wan_tpu.runtime.weights import Block
 
 FILE, MANIFEST = "wan_tpu.safetensors", "wan_tpu.safetensors.json"
 # Version of the file's layout: which weights it holds, and how. It must change when any of that does; a test checks it.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PIECES = 16  # The minimum number of pieces of a large weight: the devices along one axis of the widest mesh.
 PIECE_BYTES = 16 * 2**20  # The maximum size of a piece, if the weight can be cut that small.
 SMALL_BYTES = 2**20  # The maximum size of a weight that is stored as a single piece.
@@ -27,19 +27,12 @@ AGAIN = "convert the checkpoint again"
 
 @dataclass(frozen=True)
 class WeightCut:
-    """The layout of one weight in the file.
+    """The layout of one weight in the file."""
 
-    Attributes:
-        shape: The weight's shape, as the program has it.
-        layers: Whether its first dimension is the layers of a stack.
-        axis: The dimension of `shape` along which its pieces are cut.
-        pieces: Pieces of each layer; 0 for a weight in one piece.
-    """
-
-    shape: tuple[int, ...]
-    layers: bool
-    axis: int
-    pieces: int
+    shape: tuple[int, ...]  # The weight's shape, as the program has it.
+    layers: bool  # Whether its first dimension is the layers of a stack.
+    axis: int  # The dimension of `shape` along which its pieces are cut.
+    pieces: int  # Pieces of each layer; 0 for a weight in one piece.
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

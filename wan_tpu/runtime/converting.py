@@ -40,9 +40,6 @@ def convert(
 
     Args:
         checkpoint: The source.
-        components: The components to write.
-        dtype: The precision to write.
-        destination: Where they are written.
         progress: Shows a bar for each file.
 
     Returns:

@@ -12,15 +12,10 @@ GIB = 2**30
 
 
 class MemoryNeed(NamedTuple):
-    """The memory that a part of a model needs on one device.
+    """The memory that a part of a model needs on one device."""
 
-    Attributes:
-        resident_bytes: Memory in use while the part is loaded: its weights, and its programs after their first call.
-        working_bytes: Additional memory in use while it runs: arguments, results and temporaries.
-    """
-
-    resident_bytes: int
-    working_bytes: int = 0
+    resident_bytes: int  # Memory in use while the part is loaded: its weights, and its programs after their first call.
+    working_bytes: int = 0  # Additional memory in use while it runs: arguments, results and temporaries.
 
 
 def needed_bytes(parts: Iterable[MemoryNeed]) -> int:
@@ -49,7 +44,7 @@ class DeviceRoom:
         self._work = 0  # The most that requests' arrays have needed in addition to the weights.
 
     def bytes_left(self, memory: Mapping[str, int]) -> int:
-        """Return the bytes left for weights once the most that requests have needed so far is set aside."""
+        """Return how many bytes weights may still take, if the most that requests have needed so far stays free."""
         used, highest = memory["bytes_in_use"], memory["peak_bytes_in_use"]
         if highest > self._highest:
             self._work = max(self._work, highest - (self._at_change or used))

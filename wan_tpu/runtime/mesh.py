@@ -23,8 +23,6 @@ SHARDS = ("sp", "tp")  # The axes that split the tokens of one branch, and each 
 
 
 class MeshShape(NamedTuple):
-    """The number of devices along each axis."""
-
     dp: int
     sp: int
     tp: int
@@ -41,8 +39,6 @@ def make_mesh(shape: MeshLike, *, heads: int, devices: Sequence[jax.Device] | No
     Args:
         shape: (dp, sp, tp), {"dp": ..., ...}, or a finished mesh with these axes. An axis that is None or missing takes
             the default of `fill_shape`.
-        heads: Attention heads of the transformer.
-        devices: The devices to use, all by default.
 
     Raises:
         MeshError: The shape needs more devices than there are, or leaves a process without one.
@@ -100,11 +96,6 @@ def fill_shape(shape: Sequence[int | None], devices: int, heads: int) -> MeshSha
     By default dp is 2 when the number of free devices is even (guidance runs two branches), tp is as many of the rest
     as divide `heads`, and sp is what remains.
 
-    Args:
-        shape: (dp, sp, tp).
-        devices: How many devices there are.
-        heads: Attention heads of the transformer.
-
     Raises:
         MeshError: `shape` isn't a valid shape, or it needs more devices than there are.
     """
@@ -145,10 +136,7 @@ def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[in
     """Return how one weight is split. A dimension that its axes don't divide is replicated.
 
     Args:
-        mesh: The mesh.
         rules: The sharding rules of the weight's component.
-        name: The weight's name in the checkpoint.
-        shape: Its shape there.
         stacked: Whether it has an unsharded leading axis over the scanned blocks.
 
     Raises:
@@ -184,19 +172,12 @@ def describe_sharding(sharding: Any) -> str:
 
 
 class TokenLayout(NamedTuple):
-    """The layout of the tokens of all guidance branches, [B, L, C], on a mesh.
+    """The layout of the tokens of all guidance branches, [B, L, C], on a mesh."""
 
-    Attributes:
-        branch_axis: 'dp', or None when every device has a part of every branch.
-        token_axes: The axes that split L, slowest first, those of heads last.
-        padded: L rounded up so that every device has the same number of tokens, in whole hardware tiles.
-        head_axes: The axes that split heads instead of tokens during self-attention.
-    """
-
-    branch_axis: str | None
-    token_axes: tuple[str, ...]
-    padded: int
-    head_axes: tuple[str, ...] = ("tp",)
+    branch_axis: str | None  # 'dp', or None when every device has a part of every branch.
+    token_axes: tuple[str, ...]  # The axes that split L, slowest first, those of heads last.
+    padded: int  # L rounded up so that every device has the same number of tokens, in whole hardware tiles.
+    head_axes: tuple[str, ...] = ("tp",)  # The axes that split heads instead of tokens during self-attention.
 
     @property
     def spec(self) -> P:
@@ -208,9 +189,7 @@ def token_layout(mesh: Mesh, branches: int, tokens: int, heads: int = 0, block: 
     """Return the layout of tokens on a mesh: 'dp' splits branches, or tokens if there are too few branches.
 
     Args:
-        mesh: The mesh.
         branches: B, the branches of guidance.
-        tokens: L, the tokens of a branch.
         heads: Heads of self-attention. If 'dp' splits tokens and its size divides the heads, it splits heads as well,
             because gathering keys and values over 'dp' takes three times as long as the exchange (docs/benchmarks.md).
         block: Number of consecutive tokens that always stay on one device, whatever the mesh.

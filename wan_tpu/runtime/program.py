@@ -3,18 +3,20 @@
 import functools
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from wan_tpu.errors import CompileFailed, DoesNotFit
 from wan_tpu.runtime.memory import GIB, read_refusal
 from wan_tpu.runtime.mesh import describe_sharding, replicated_sharding
 from wan_tpu.switches import is_synchronous
+from wan_tpu_kernels.two_blocks import NoRoom
 
 # By default some TPUs run these collectives on SparseCores (`sparse_core_collectives` in cluster/generations/). An
 # all-to-all then overlaps with nothing, and JAX 0.10 can't read the program's schedule for a plan. Both variants are
@@ -81,11 +83,8 @@ class Program:
         """Wrap a function; nothing is compiled yet.
 
         Args:
-            function: The function to compile.
-            mesh: The devices that it runs on.
             exact: Multiply float32 values in float32; otherwise TPUs and GPUs use bfloat16 or TF32 passes.
             results: Shardings or formats of the results, if they matter (a pytree, or a prefix of one).
-            name: The program's name.
             executables: Where to look for a compiled program, under `name`, before compiling one.
             on_compile: Called with the name before the program is compiled, and with None after.
         """
@@ -96,7 +95,7 @@ class Program:
         self._precision = "highest" if exact else "default"
         self._name, self._on_compile = name, on_compile
         self._executables = executables
-        self._compiled: dict[Any, Any] = {}  # The most recently used one comes last.
+        self._compiled: OrderedDict[Any, Any] = OrderedDict()  # The most recently used one comes last.
         self._keys: dict[Any, Any] = {}  # Keyed by shardings as they are written, which is quicker to look up.
         self.compile_s = 0.0  # Summed over all compilations.
 
@@ -126,11 +125,13 @@ class Program:
                 tree,
                 tuple((leaf.shape, leaf.dtype, describe_sharding(leaf.sharding)) for leaf in leaves),
             )
-            compiled = self._compiled.pop(key, None)
-            self._compiled[key] = compiled = self._get(args) if compiled is None else compiled
+            compiled = self._compiled.get(key)  # It is never taken out: Ctrl-C may come at any time.
+            if compiled is None:
+                self._compiled[key] = compiled = self._get(args)
+            self._compiled.move_to_end(key)
             self._keys[signature] = key
             if len(self._compiled) > MAX_SIZES:
-                del self._compiled[next(iter(self._compiled))]
+                self._compiled.popitem(last=False)
                 self._keys = {signature: key for signature, key in self._keys.items() if key in self._compiled}
             return compiled
 
@@ -158,6 +159,8 @@ class Program:
                 _explain_memory(self._name, args),
             ):
                 compiled = self._lower(args).compile(compiler_options=self._options)
+        except NoRoom as error:
+            raise DoesNotFit(f"{self._name}: {error}") from error
         except jax.errors.JaxRuntimeError as error:
             raise CompileFailed(f"{self._name} can't be compiled: {str(error).splitlines()[0]}") from error
         finally:
@@ -196,19 +199,22 @@ def _explain_memory(name: str, args: tuple[Any, ...] = ()) -> Iterator[None]:
         raise DoesNotFit(f"{name}{shape} {reason}", needed, available) from error
 
 
-def place(tree: Any, mesh: Mesh) -> Any:
+def place(tree: Any, mesh: Mesh, sharding: NamedSharding | None = None) -> Any:
     """Copy host arrays (and numbers) to every device of `mesh`. With several processes, each passes the same values.
 
     This isn't a collective: any thread may call it while a program runs. On the CPU an array may share the host's
     memory.
+
+    Args:
+        sharding: How arrays are split instead, if not every device gets all of them.
     """
-    replicated = replicated_sharding(mesh)
-    if replicated.is_fully_addressable:
-        return jax.device_put(tree, replicated)
+    sharding = sharding or replicated_sharding(mesh)
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
 
     # device_put would compare the processes' values first, by a collective.
     def copy(value: Any) -> jax.Array:
         array = np.asarray(value)
-        return jax.make_array_from_callback(array.shape, replicated, lambda _: array, array.dtype)
+        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part], array.dtype)
 
     return jax.tree.map(copy, tree)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -46,15 +47,10 @@ class HasComponents(Protocol):
 
 @dataclass(frozen=True)
 class FetchedAdapter(RequestedAdapter):
-    """A request's adapter with its file's content at the time it was fetched. The file isn't read again.
+    """A request's adapter with its file's content at the time it was fetched. The file isn't read again."""
 
-    Attributes:
-        checksum: A checksum of the content, independent of where the file is.
-        adapter: The content, a `wan_tpu.adapters.adapter.Adapter`.
-    """
-
-    checksum: str = field(kw_only=True)
-    adapter: Any = field(kw_only=True, compare=False, repr=False)
+    checksum: str = field(kw_only=True)  # A checksum of the content, independent of where the file is.
+    adapter: Any = field(kw_only=True, compare=False, repr=False)  # The content, a `wan_tpu.adapters.adapter.Adapter`.
 
 
 def list_adapter_warnings(adapters: Iterable[RequestedAdapter]) -> list[str]:
@@ -69,9 +65,7 @@ class AdapterStore(Protocol):
         """Read an adapter's file into host memory.
 
         Args:
-            component: The component that it changes.
             base: The component's weights, or their shapes.
-            adapter: The adapter.
 
         Raises:
             InvalidRequest: The adapter doesn't fit the component.
@@ -108,17 +102,7 @@ MAX_PROGRAMS = 64
 
 
 class Runtime(Generic[M]):
-    """Weights and programs of one model on one mesh.
-
-    Attributes:
-        model: The model.
-        mesh: The devices.
-        dtype: The precision.
-        load_s: Seconds spent reading weights and tokenizers, by component.
-        host_s: Seconds during which the host worked while the devices were idle.
-        programs: The latest `MAX_PROGRAMS` programs by name; each knows how many seconds its compilations took.
-        on_compile: Called with the name of a program before it is compiled, and with None after.
-    """
+    """Weights and programs of one model on one mesh."""
 
     def __init__(
         self,
@@ -134,9 +118,6 @@ class Runtime(Generic[M]):
         """Start without any weights or programs.
 
         Args:
-            model: The model.
-            mesh: The devices.
-            dtype: The precision.
             keep_weights: Keep a component's weights after its stage (a server), or free them (a single request).
             executables: Where to look for compiled programs before compiling them.
             adapters: Applies adapters. Without it, no request may have any.
@@ -149,8 +130,8 @@ class Runtime(Generic[M]):
         self.model = model
         self.mesh = mesh
         self.dtype = dtype
-        self.load_s: dict[str, float] = {}
-        self.host_s = 0.0
+        self.load_s: dict[str, float] = {}  # Seconds spent reading weights and tokenizers, by component.
+        self.host_s = 0.0  # Seconds during which the host worked while the devices were idle.
         self._keep_weights = keep_weights
         self._executables = executables
         self._adapters = adapters
@@ -162,14 +143,15 @@ class Runtime(Generic[M]):
         self._loading = threading.Lock()
         self._naming = threading.Lock()
         self._dropped_compile_s = 0.0
-        self.programs: dict[str, Program] = {}
+        # The latest `MAX_PROGRAMS` programs by name; each knows how many seconds its compilations took.
+        self.programs: OrderedDict[str, Program] = OrderedDict()
+        # Called with the name of a program before it is compiled, and with None after.
         self.on_compile: Callable[[str | None], object] = lambda name: None
 
     def component(self, name: str, adapters: tuple[RequestedAdapter, ...] = ()) -> Loaded:
         """Return a component, read from the checkpoint if it isn't on the devices.
 
         Args:
-            name: The component's name.
             adapters: Adapters to apply. Those from `fetch_adapters` have the content that was fetched; the files of
                 others are read now.
         """
@@ -197,10 +179,6 @@ class Runtime(Generic[M]):
         Any thread may call this. It may wait for a disk or the network; `component` never waits for adapters returned
         here.
 
-        Args:
-            adapters: The adapters of a request.
-            names: The components that they may change.
-
         Raises:
             InvalidRequest: An adapter doesn't fit its component.
             Unavailable: A file can't be read now.
@@ -213,7 +191,7 @@ class Runtime(Generic[M]):
 
     def fetch_text_adapters(self, adapters: Iterable[RequestedAdapter]) -> dict[str, tuple[RequestedAdapter, ...]]:
         """Return what a request's adapters change of the encoder stage, by component; as `fetch_adapters` otherwise."""
-        plain = [RequestedAdapter(adapter.path, adapter.scale, adapter.expert) for adapter in adapters]
+        plain = [RequestedAdapter(adapter.path, adapter.scale) for adapter in adapters if adapter.is_for_all]
         fetched: dict[str, tuple[RequestedAdapter, ...]] = {}
         for name in self.model.adapted_encoders:
             contents = [self._fetch(name, adapter) for adapter in plain]
@@ -284,9 +262,9 @@ class Runtime(Generic[M]):
     def program(self, name: str, function: Callable[..., Any], results: Any = None) -> Program:
         """Return the program of this name, which wraps the `function` passed when it was first requested."""
         with self._naming:
-            program = self.programs.pop(name, None)
+            program = self.programs.get(name)  # It is never taken out: Ctrl-C may come at any time.
             if program is None:
-                program = Program(
+                program = self.programs[name] = Program(
                     function,
                     self.mesh,
                     exact=self.dtype == "float32",
@@ -295,9 +273,9 @@ class Runtime(Generic[M]):
                     executables=self._executables,
                     on_compile=lambda program: self.on_compile(program),
                 )
-            self.programs[name] = program  # The one used last comes last.
+            self.programs.move_to_end(name)  # The one used last comes last.
             if len(self.programs) > MAX_PROGRAMS:
-                self._dropped_compile_s += self.programs.pop(next(iter(self.programs))).compile_s
+                self._dropped_compile_s += self.programs.popitem(last=False)[1].compile_s
             return program
 
     @property

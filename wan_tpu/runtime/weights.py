@@ -1,9 +1,11 @@
 """Read weights from files or buckets onto a mesh: each process reads its own devices' parts, many ranges at once."""
 
+import collections
 import contextlib
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from wan_tpu.storage.streaming import can_stream
 
 RANGE_BYTES = 16 * 2**20  # Size of a range; much larger ones aren't read any faster.
 RING_BYTES = 256 * 2**20  # The maximum size of all ranges in flight; less if there is little to read.
+_READERS = 8  # Ranges that are read at once where the streamer can't read them.
 
 # The dtypes of weights in numpy and in torch; numpy gets the first two from ml_dtypes.
 _FROM_ML_DTYPES = {np.dtype(ml_dtypes.bfloat16): torch.bfloat16, np.dtype(ml_dtypes.float8_e4m3fn): torch.float8_e4m3fn}
@@ -34,43 +37,26 @@ Show = Callable[[int], Bar]  # Takes the number of bytes that will be read.
 
 @dataclass(frozen=True)
 class Block:
-    """Contiguous bytes of a file that hold a part of a weight.
+    """Contiguous bytes of a file that hold a part of a weight."""
 
-    Attributes:
-        file: Path or address of the file.
-        offset: The first byte in it.
-        kind: Dtype of the numbers there.
-        start: Where the block begins in the weight, in the weight's dimensions.
-        shape: Its shape there.
-        stored_shape: Its shape in the file, before the weight's change.
-        crc32c: Checksum of its bytes, if known. Such a block is always read as a whole.
-    """
-
-    file: str
+    file: str  # Path or address of the file.
     offset: int
-    kind: torch.dtype
-    start: tuple[int, ...]
+    kind: torch.dtype  # Dtype of the numbers there.
+    start: tuple[int, ...]  # Where the block begins in the weight, in the weight's dimensions.
     shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
-    crc32c: int | None = None
+    stored_shape: tuple[int, ...]  # Its shape in the file, before the weight's change.
+    crc32c: int | None = None  # Checksum of its bytes, if known. Such a block is always read as a whole.
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One array of a program, and the blocks that it is read from.
-
-    Attributes:
-        shape: Its shape.
-        kind: Its dtype.
-        sharding: How it is sharded over the mesh.
-        blocks: The blocks that it is read from.
-        change: Applied to a whole block's values. It may move values between shards.
-    """
+    """One array of a program, and the blocks that it is read from."""
 
     shape: tuple[int, ...]
     kind: np.dtype
     sharding: NamedSharding
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...]  # The blocks that it is read from.
+    # Applied to a whole block's values. It may move values between shards.
     change: Callable[[np.ndarray], np.ndarray] | None = None
 
 
@@ -80,7 +66,6 @@ def read_weights(weights: Mapping[str, Weight], show: Show = lambda total: Silen
     Host memory holds only the few incomplete weights and the ranges in flight.
 
     Args:
-        weights: The weights by name.
         show: Returns the bar that counts the bytes.
 
     Raises:
@@ -137,28 +122,38 @@ def _stream(ranges: Sequence[FileChunks], memory_limit: int) -> Generator[tuple[
                 yield from streamer.get_chunks()
         for file in ranges:
             if file not in streamable:
-                yield from _read_ranges(file)
+                yield from _read_ranges(file, memory_limit)
     except ValueError as error:
         raise _explain_failed_read(ends, error) from error
 
 
-def _read_ranges(file: FileChunks) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield ranges of a file one by one, as `_stream` does; raises `ValueError` if the file is too short."""
+def _read_ranges(file: FileChunks, memory_limit: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield ranges of a file, as `_stream` does; raises `ValueError` if the file is too short."""
     source = weight_file(file.path)
-    for index, (start, size) in enumerate(zip(file.offsets, file.sizes, strict=True)):
+
+    def read(start: int, size: int) -> torch.Tensor:
         content = source.read(start, start + size)
         if len(content) != size:
             raise ValueError(f"{len(content)} bytes instead of {size}")
-        yield file.id, index, torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    at_once = max(1, min(_READERS, memory_limit // max(file.sizes)))
+    with ThreadPoolExecutor(at_once) as pool:
+        under_way: collections.deque[tuple[int, Future[torch.Tensor]]] = collections.deque()
+        try:
+            for index, (start, size) in enumerate(zip(file.offsets, file.sizes, strict=True)):
+                if len(under_way) == at_once:
+                    first, content = under_way.popleft()
+                    yield file.id, first, content.result()
+                under_way.append((index, pool.submit(read, start, size)))
+            for index, content in under_way:
+                yield file.id, index, content.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _explain_failed_read(ends: Mapping[str, int], error: ValueError) -> CheckpointError | Unavailable:
-    """Return an error that says why files can't be read. The streamer doesn't say, so each file is checked.
-
-    Args:
-        ends: How many bytes each file must have at least, by path or address.
-        error: The streamer's error.
-    """
+    """Return why files can't be read, which must have so many bytes. The streamer doesn't say, so look at each."""
     for address, size in ends.items():
         try:
             file = weight_file(address)

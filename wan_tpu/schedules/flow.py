@@ -34,7 +34,7 @@ def euler(steps: int, shift: float, first: int = 0) -> Schedule:
 def euler_even(steps: int, shift: float) -> Schedule:
     """Return the schedule of Euler's method on equal steps down to 0, shifted once.
 
-    This is what pipelines do that pass sigmas to diffusers' scheduler: linspace(1, 0, steps + 1) without the 0.
+    Pipelines that pass their own sigmas to diffusers' scheduler do this: linspace(1, 0, steps + 1) without the 0.
     """
     return _euler(np.linspace(1, 0, steps + 1)[:-1], shift)
 
@@ -51,6 +51,26 @@ def euler_at(noise: tuple[float, ...], first: int = 0) -> Schedule:
     ratio = following / sigmas
     matrices = np.stack([ratio, 1 - ratio], axis=-1)[:, None, :]
     return make_schedule(sigmas * np.float32(TRAIN_TIMESTEPS), sigmas.astype(np.float64), matrices)
+
+
+@functools.lru_cache(maxsize=64)
+def euler_ancestral_at(noise: tuple[float, ...]) -> Schedule:
+    """Return the schedule of the ancestral Euler method for its steps' noise levels; the last step ends at 0.
+
+    A step leads further down than the next level, and fresh noise leads back up to it, so that signal and noise keep
+    their shares. Source: EulerAncestralDiffusionStep of ltx_core/components/diffusion_steps.py, ltx-core at 400fd310,
+    with eta 1; its numbers are float32.
+    """
+    schedule = euler_at(noise)
+    sigmas = schedule.sigmas.astype(np.float32)
+    before, following = sigmas[:-1], sigmas[1:]
+    down = following * (np.float32(1) + (following / before - np.float32(1)))
+    ratio, signal = down / before, (np.float32(1) - following) / (np.float32(1) - down)
+    fresh = np.sqrt(np.maximum(following**2 - down**2 * signal**2, 0))
+    rows = np.stack([signal * ratio, signal * (1 - ratio), fresh], axis=-1).astype(np.float64)
+    matrices = np.concatenate([rows, [[0.0, 1.0, 0.0]]])[:, None, :]
+    draws = (1,) * len(before) + (0,)
+    return dataclasses.replace(schedule, matrices=matrices, draws=draws)
 
 
 # The angles that rCM's model was distilled for: sin is the share of the noise, cos the share of the video.

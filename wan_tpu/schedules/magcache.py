@@ -22,17 +22,11 @@ _TEXT = re.compile(r"magcache(?::(?P<threshold>[0-9.]+)(?:,(?P<skip>[0-9]+)(?:,(
 
 @dataclass(frozen=True)
 class MagCache:
-    """Settings that decide which steps are skipped; None means the model's published value.
-
-    Attributes:
-        threshold: The error that may accumulate.
-        max_skip_steps: How many steps in a row may be skipped.
-        retention_ratio: The share of each expert's steps, at its beginning, that is never skipped.
-    """
+    """Settings that decide which steps are skipped; None means the model's published value."""
 
     threshold: float | None = None
-    max_skip_steps: int | None = None
-    retention_ratio: float | None = None
+    max_skip_steps: int | None = None  # How many steps in a row may be skipped.
+    retention_ratio: float | None = None  # The share of each expert's steps, at its beginning, that is never skipped.
 
     def __str__(self) -> str:
         settings = (self.threshold, self.max_skip_steps, self.retention_ratio)
@@ -48,7 +42,6 @@ class Curve:
         ratios: [S, 2]: for each step, the ratios of the prompt's and the negative prompt's branches.
         first_low: The first step of the low-noise expert; None with one expert.
         shift, boundary, solver: The schedule's settings; other schedules have other curves.
-        defaults: The published settings.
         sigmas: The noise levels of the measurement, if they were set explicitly, as presets do. The curve is then valid
             only for these, its `first_low` and its solver, but for any shift and boundary.
     """
@@ -93,8 +86,6 @@ def choose_skipped(curve: Curve, cache: MagCache, phases: list[tuple[int, int]])
     """Return which branches of which steps are skipped, bool [S, 2].
 
     Args:
-        curve: The model's curve.
-        cache: The settings.
         phases: Start and stop of each expert's steps, in order. The error is reset for each.
     """
     threshold, most, retention = (

@@ -15,27 +15,20 @@ TRAIN_TIMESTEPS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The numbers of one run: S steps, K history terms, N arrays of fresh noise per step.
+    """The numbers of one run: S steps, K history terms, N arrays of fresh noise per step."""
 
-    Attributes:
-        timesteps: float32 [S], the transformer's input.
-        alphas: float64 [S], alpha in clean = alpha x - sigma prediction; None for a flow model, whose alphas are all 1.
-        sigmas: float64 [S], sigma in the same formula.
-        matrices: float64 [S, K+1, K+2+N]: (next x, *next history) = matrix @ (x, clean, *history, *noise).
-        guidance: float64 [S], the scale of classifier-free guidance, or [S, ...] for a family with several.
-        draws: For each step, how many arrays of noise are drawn from the request's generator; the last N are used.
-        following: float32 [S], the timestep after each step's, for a transformer that takes it as well; else None.
-        start: The factor of the noise before the first step.
-    """
-
-    timesteps: np.ndarray
+    timesteps: np.ndarray  # Float32 [S], the transformer's input.
+    # Float64 [S], alpha in clean = alpha x - sigma prediction; None for a flow model, whose alphas are all 1.
     alphas: np.ndarray | None
-    sigmas: np.ndarray
-    matrices: np.ndarray
-    guidance: np.ndarray
+    sigmas: np.ndarray  # Float64 [S], sigma in the same formula.
+    matrices: np.ndarray  # Float64 [S, K+1, K+2+N]: (next x, *next history) = matrix @ (x, clean, *history, *noise).
+    guidance: np.ndarray  # Float64 [S], the scale of classifier-free guidance, or [S, ...] for a family with several.
+    # For each step, how many arrays of noise are drawn from the request's generator; of more than N, the last N are
+    # used. If no step of an expert draws noise, its program has no noise argument.
     draws: tuple[int, ...]
+    # Float32 [S], the timestep after each step's, for a transformer that takes it as well; else None.
     following: np.ndarray | None = None
-    start: float = 1.0
+    start: float = 1.0  # The factor of the noise before the first step.
 
     def __post_init__(self) -> None:
         arrays = (self.timesteps, self.alphas, self.sigmas, self.matrices, self.guidance, self.following)
@@ -65,14 +58,28 @@ class Schedule:
 
     def followed_by(self, other: "Schedule") -> "Schedule":
         """Return the steps of both, one after the other; neither may have alphas or following timesteps."""
+        terms = max(self.noise_terms, other.noise_terms)
+        padded = [np.pad(x.matrices, ((0, 0), (0, 0), (0, terms - x.noise_terms))) for x in (self, other)]
         return dataclasses.replace(
             self,
             timesteps=np.concatenate([self.timesteps, other.timesteps]),
             sigmas=np.concatenate([self.sigmas, other.sigmas]),
-            matrices=np.concatenate([self.matrices, other.matrices]),
+            matrices=np.concatenate(padded),
             guidance=np.concatenate([self.guidance, other.guidance]),
             draws=self.draws + other.draws,
         )
+
+    def keep_result(self, steps: int) -> "Schedule":
+        """Return a schedule whose result is fixed after `steps` steps; later steps run, but don't change it.
+
+        It keeps that result as a history. The schedule itself may have none.
+        """
+        terms, result = self.matrices.shape[2] + 1, 2
+        matrices = np.zeros((self.steps, 2, terms))
+        matrices[:, 0] = np.insert(self.matrices[:, 0], result, 0, axis=1)
+        matrices[:steps, 1] = matrices[:steps, 0]
+        matrices[steps:, 1] = matrices[-1, 0] = np.eye(terms)[result]
+        return dataclasses.replace(self, matrices=matrices)
 
     def with_guidance(self, guidance: Sequence[float] | np.ndarray) -> "Schedule":
         """Return the schedule with a scale of guidance for each step."""

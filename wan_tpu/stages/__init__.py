@@ -13,6 +13,7 @@ callback may stop the run by raising.
 
 from wan_tpu.stages.chunks import growing_program
 from wan_tpu.stages.decode import decode, decode_chunks, decoder_inputs
+from wan_tpu.stages.decoder_noise import draw_noise
 from wan_tpu.stages.denoise import (
     ExpertRun,
     StepEvent,
@@ -29,6 +30,7 @@ from wan_tpu.stages.encode import (
     encode_prompt,
     image_inputs,
     image_program,
+    reference_program,
     text_program,
     vae_encode,
 )

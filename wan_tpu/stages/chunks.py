@@ -20,8 +20,6 @@ def initial_chunked_state(model: Model, plan: RequestPlan, generator: np.ndarray
     """Return the state before the first step of a request that is denoised in chunks.
 
     Args:
-        model: The model.
-        plan: The request's plan.
         generator: As in `Conditioning`.
 
     Raises:
@@ -37,14 +35,7 @@ def initial_chunked_state(model: Model, plan: RequestPlan, generator: np.ndarray
 
 
 def enter_expert(runtime: Runtime[Model], plan: RequestPlan, expert: Expert, state: DenoiseState) -> DenoiseState:
-    """Return the state for an expert's first step, from the state that the previous expert left.
-
-    Args:
-        runtime: The model on its devices.
-        plan: The request's plan.
-        expert: The expert; it begins another chunk, or enlarges the latents.
-        state: The state, on the devices.
-    """
+    """Return the state for the first step of an expert that begins a chunk or enlarges it, from the state before."""
     model, schedule = runtime.model, runtime.model.spec.schedule(plan.request)
     assert isinstance(model, ChunkedModel)
     chunks = state.chunks

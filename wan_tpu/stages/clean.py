@@ -17,12 +17,9 @@ from wan_tpu.plan import VIDEO
 
 @dataclass(frozen=True)
 class CleanEstimate:
-    """A step's estimate of the video's clean latents, as a weighted sum of arrays that exist anyway.
+    """A step's estimate of the video's clean latents, as a weighted sum of arrays that exist anyway."""
 
-    Attributes:
-        terms: The weights and their arrays, float32 [1, C, T, H, W], on the devices or on the host.
-    """
-
+    # The weights and their arrays, float32 [1, C, T, H, W], on the devices or on the host.
     terms: tuple[tuple[float, jax.Array | np.ndarray], ...]
 
     def to_host(self) -> np.ndarray:
@@ -46,8 +43,8 @@ def estimate_clean(
     # The row with the largest share of x0: a history that keeps x0 has it alone, and then nothing is rounded.
     row = int(np.argmax(np.abs(rows[:, 1]) / np.abs(rows).sum(axis=1)))
     latents, history = before.parts[VIDEO]
-    following, kept = after.parts[VIDEO]
-    result = (following, *kept)[row]
+    next_latents, next_history = after.parts[VIDEO]
+    result = (next_latents, *next_history)[row]
     others = (latents, None, *history, noise)
     weight = float(rows[row, 1])
     known = [(-float(rows[row, k]) / weight, others[k]) for k in range(rows.shape[1]) if k != 1 and rows[row, k] != 0]

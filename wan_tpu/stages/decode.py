@@ -1,47 +1,73 @@
 """The decoder stage: latents to pixels, chunk by chunk."""
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from wan_tpu.errors import InvalidInput
 from wan_tpu.families.model import Model
 from wan_tpu.progress import Progress
+from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import ColourRange, check_finite
 from wan_tpu.runtime.program import fetch, place
 from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.stages.decoder_noise import draw_noise, noise_sharding
 from wan_tpu.stages.vae import are_finite, vae_programs
 
 T = TypeVar("T")
 
 
-def decode(runtime: Runtime[Model], latents: np.ndarray, progress: Progress) -> Iterator[np.ndarray]:
-    """Decode final latents [1, C, T, H, W]; yield the video as it is decoded, float32 [1 or 4, H, W, 3] in [0, 1]."""
+def decode(
+    runtime: Runtime[Model], latents: np.ndarray, progress: Progress, request: ResolvedRequest | None = None
+) -> Iterator[np.ndarray]:
+    """Decode final latents [1, C, T, H, W]; yield the video as it is decoded, float32 [1 or 4, H, W, 3] in [0, 1].
+
+    Args:
+        runtime: The model on its devices.
+        latents: The latents.
+        progress: Shows a bar.
+        request: The request, which a decoder that begins with noise needs.
+
+    Raises:
+        InvalidInput: The decoder begins with noise, and there is no request.
+    """
     with runtime.time_host_work():
-        frames = decoder_inputs(runtime, latents)
+        noise = None if request is None else draw_noise(runtime.model, request, DTYPES[runtime.dtype])
+        frames = decoder_inputs(runtime, latents, noise)
     for pixels, _ in decode_chunks(runtime, frames, progress):
         yield runtime.model.pixels(np.asarray(pixels))
 
 
-def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray) -> list[jax.Array]:
-    """Put final latents [1, C, T, H, W] on the devices, scaled for the VAE and cut into the chunks that it takes."""
+def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray, noise: np.ndarray | None = None) -> list[Any]:
+    """Put final latents [1, C, T, H, W] on the devices, scaled for the VAE and cut into the chunks that it takes.
+
+    A decoder that begins with noise, from `draw_noise`, takes both as a pair, which is its only chunk.
+
+    Raises:
+        InvalidInput: The decoder begins with noise, and there is none.
+    """
+    if noise is None and runtime.model.begins_decoder_with_noise:
+        raise InvalidInput("this model's decoder begins with noise drawn from the request's seed; give the request")
     dtype = runtime.model.latents_dtype or DTYPES[runtime.dtype]
     scaled = runtime.model.vae_latents(latents).astype(dtype)
     ends = np.cumsum(runtime.model.spec.decoder_chunks(scaled.shape[2]))
-    return [place(chunk, runtime.mesh) for chunk in np.split(scaled, ends[:-1], axis=2)]
+    chunks = np.split(scaled, ends[:-1], axis=2)
+    placed = place(chunks, runtime.mesh)
+    if noise is None:
+        return list(placed)
+    return [(chunk, place(noise, runtime.mesh, noise_sharding(runtime.mesh, noise.shape))) for chunk in placed]
 
 
 def decode_chunks(
-    runtime: Runtime[Model], frames: Sequence[jax.Array], progress: Progress, colours: ColourRange | None = None
+    runtime: Runtime[Model], frames: Sequence[Any], progress: Progress, colours: ColourRange | None = None
 ) -> Iterator[tuple[jax.Array, jax.Array]]:
     """Decode the decoder's chunks of latent frames, which belong to whole denoising chunks if the video has those.
 
     Args:
-        runtime: The model on its devices.
         frames: The chunks, from `decoder_inputs`.
-        progress: Shows a bar.
         colours: The colour range of the frames before these. If it is given, these frames aren't the whole video, and
             the caller must call `finish_video` after the last ones.
 
@@ -74,7 +100,7 @@ def finish_video(runtime: Runtime[Model], colours: ColourRange) -> None:
 
 
 def _run_chunks(
-    runtime: Runtime[Model], frames: Sequence[jax.Array]
+    runtime: Runtime[Model], frames: Sequence[Any]
 ) -> Iterator[tuple[tuple[jax.Array, jax.Array], jax.Array]]:
     loaded = runtime.component("decoder")
     _, first, later = vae_programs(runtime, "decoder", loaded.module, len(frames))

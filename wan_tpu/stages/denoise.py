@@ -12,7 +12,7 @@ import numpy as np
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.model import Model
-from wan_tpu.plan import VIDEO, Expert, RequestPlan
+from wan_tpu.plan import SECONDS, VIDEO, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import check_finite
@@ -38,7 +38,6 @@ class StepEvent:
     Attributes:
         stage: Such as "denoise_high" or "denoise_low".
         step: Counts from 1 to `steps` over all experts.
-        steps: The request's steps.
         timestep: As the model's published scheduler counts it, such as from 1000 towards 0, or from 0 towards 1.
         seconds: Seconds of this step, compilation included.
         skipped: Whether it reused the blocks' earlier results in every branch (`wan_tpu.schedules.magcache`).
@@ -71,8 +70,6 @@ def initial_state(
     """Return the state before the first step.
 
     Args:
-        model: The model.
-        plan: The request's plan.
         noise: Float32 [1, C, T, H, W]; by default the noise that diffusers draws for the request's seed.
         video: Latents of the request's video, which are mixed with as much noise as the first step expects.
         generator: As in `Conditioning`.
@@ -155,7 +152,8 @@ def finish_state(
         return state
     state = join_chunks(state)
     image = None if image_latents is None else np.asarray(image_latents)
-    return dataclasses.replace(state, latents=model.finish(state.latents, image, request))
+    audio = None if state.audio is None else model.finish_sound(state.audio, image, request)
+    return dataclasses.replace(state, latents=model.finish(state.latents, image, request), audio=audio)
 
 
 def expert_inputs(
@@ -175,7 +173,8 @@ def expert_inputs(
     def cast(array: np.ndarray) -> np.ndarray:
         return array.copy() if np.issubdtype(array.dtype, np.integer) else array.astype(dtype)
 
-    text = {name: cast(np.concatenate([arrays[name] for arrays in prompts])) for name in conditioning.prompt}
+    names = [name for name in conditioning.prompt if name != SECONDS]
+    text = {name: cast(np.concatenate([arrays[name] for arrays in prompts])) for name in names}
     image = None if conditioning.image is None else cast(conditioning.image)
     image_latents = _select_image_latents(runtime, request, expert, conditioning)
     latents = None if image_latents is None else np.array(image_latents)
@@ -193,7 +192,7 @@ def _select_image_latents(
     if spec.continues_video and conditioning.image_latents is None:  # Chunks attend to either.
         sizes = [conditioning.video_latents]
     given = [latents for latents in sizes if latents is not None]
-    expected = runtime.model.image_latents_shapes(spec.conditioned_shape(request, expert))
+    expected = runtime.model.condition_shapes(request, expert)
     fitting = next((latents for latents in given if latents.shape in expected), None)
     if given and fitting is None:
         shapes = " and ".join(str(latents.shape) for latents in given)
@@ -208,7 +207,6 @@ class ExpertRun:
     """Runs one request on one expert, from the step that `state` has reached.
 
     Attributes:
-        expert: The expert.
         state: The state after the last finished step, on the devices. Each step replaces it and changes no array.
         resumable: The latest state that another run can continue from. With a cache, it is the latest one before a step
             that reuses nothing.
@@ -227,9 +225,6 @@ class ExpertRun:
         """Compute the expert's conditioning, which all steps share.
 
         Args:
-            runtime: The model on its devices.
-            plan: The request's plan.
-            expert: The expert.
             inputs: From `expert_inputs`.
             state: From `device_state`, or from another expert's run of the same request.
             keeps_residuals: Skip no step, and keep each step's residual for `residual_ratios`.
@@ -239,8 +234,8 @@ class ExpertRun:
         self.state = self.resumable = state
         self._runtime = runtime
         self._schedules = runtime.model.spec.schedules(request)
-        draws = self._schedules[VIDEO].noise_terms
-        self._noise = runtime.model.step_noise(request, own_noise=state.own_noise) if draws else None
+        draws = self._schedules[VIDEO].draws[expert.start : expert.stop]
+        self._noise = runtime.model.step_noise(request, own_noise=state.own_noise) if any(draws) else None
         self._adapters = request.adapters_for(expert.stage)
         loaded = runtime.component(expert.stage, self._adapters)
         self._module = loaded.module
@@ -265,9 +260,9 @@ class ExpertRun:
         schedule = self._schedules[VIDEO]
         assert self.expert.start <= i < self.expert.stop, f"step {i} is not {self.expert}'s"
         numbers = step_numbers(self._schedules, i)
-        noise = None if self._noise is None else self._noise(i)
-        if noise is not None:
-            numbers[VIDEO]["noise"] = noise
+        noises = {} if self._noise is None else self._noise(i)
+        for part, noise in noises.items():
+            numbers[part]["noise"] = noise
         numbers = place(numbers, self._runtime.mesh)
         inputs = self._next.parts, numbers, self._conditioning
         # Fetched for every step, because while a request is paused, its merged weights may be replaced by those of
@@ -293,7 +288,7 @@ class ExpertRun:
         elif not skipped.any():
             self.resumable = before
         seconds = time.perf_counter() - start
-        clean = estimate_clean(schedule.matrices[i], entered, self.state, noise)
+        clean = estimate_clean(schedule.matrices[i], entered, self.state, noises.get(VIDEO))
         return StepEvent(stage, i + 1, schedule.steps, timestep, seconds, bool(skipped.all()), self.state, clean)
 
     def _enter(self, plan: RequestPlan, inputs: ExpertInputs) -> DenoiseState:
@@ -304,8 +299,13 @@ class ExpertRun:
             return state
         if self._runtime.model.spec.chunk_frames is not None:
             return enter_expert(self._runtime, plan, expert, state)
-        parts: dict[str, Any] = enlarge(self._runtime, plan.request, expert, state, inputs.image_latents)
-        return state.with_parts(parts, state.step)
+        # Known latents have no noise in any step, whatever they have before the first.
+        image = None if plan.request.references is not None else inputs.image_latents
+        parts: dict[str, Any] = enlarge(self._runtime, plan.request, expert, state, image)
+        overlap, smaller = self._runtime.model.spec.overlap, None
+        if overlap is not None:
+            smaller = np.asarray(state.latents)[:, :, -overlap.latents :].copy()
+        return dataclasses.replace(state.with_parts(parts, state.step), smaller=smaller)
 
     def residual_ratios(self, before: jax.Array | None) -> tuple[np.ndarray, jax.Array]:
         """Return how much larger the residual is than an earlier one, float32 [B], and the residual itself.

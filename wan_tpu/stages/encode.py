@@ -44,6 +44,7 @@ class ImageInputs:
         clip: [1, 3, 224, 224], where the model takes CLIP features.
         read: The text encoder's inputs by component, if it reads the image together with the prompt; also on the host.
         cuts: What is cut of the prompt that is read with the image.
+        references: What is encoded of the request's references, with the component that encodes it.
         source_frames: How many frames the request's video has, where the model continues it.
     """
 
@@ -52,6 +53,7 @@ class ImageInputs:
     read: Mapping[str, tuple[jax.Array, ...]] | None = None
     cuts: tuple[Cut, ...] = ()
     source_frames: int | None = None
+    references: tuple[tuple[str, jax.Array], ...] = ()
 
     @property
     def warnings(self) -> list[str]:
@@ -61,7 +63,7 @@ class ImageInputs:
     @property
     def parts(self) -> int:
         """How many parts `encode_image` encodes."""
-        return len(self.chunks) + (self.clip is not None) + len(self.read or ())
+        return len(self.chunks) + (self.clip is not None) + len(self.read or ()) + len(self.references)
 
 
 def fit_warnings(model: Model, request: ResolvedRequest) -> Iterator[str]:
@@ -84,9 +86,6 @@ def encode_prompt(
     a v6e chip (docs/benchmarks.md), in a request of a minute.
 
     Args:
-        runtime: The model on its devices.
-        prompt: The prompt.
-        warn: Called with a warning.
         adapters: What is applied, by component, from `Runtime.fetch_text_adapters`.
 
     Raises:
@@ -95,7 +94,7 @@ def encode_prompt(
     for name in runtime.model.tokenizers:
         runtime.prepare(name)
     with runtime.time_host_work():
-        tokens, cuts = runtime.model.tokenize(prompt.text)
+        tokens, cuts = runtime.model.tokenize_text(prompt)
     if cuts and not prompt.may_be_cut:
         raise cuts[0].refuse(prompt.field)
     for cut in cuts:
@@ -130,8 +129,6 @@ def text_program(
     The params are the weights of the encoder and of the components that are joined with it.
 
     Args:
-        runtime: The model on its devices.
-        name: The text encoder.
         images: Whether it reads images with the prompt.
         adapters: What is applied to them, by component, from `Runtime.fetch_text_adapters`.
     """
@@ -152,9 +149,11 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
     Raises:
         InvalidRequest: The prompt that is read with the image is too long, and may not be cut.
     """
-    if all(getattr(request, name) is None for name in (*IMAGES, "video")):
+    if all(getattr(request, name) is None for name in (*IMAGES, "video", "references")):
         return None
     model, dtype = runtime.model, DTYPES[runtime.dtype]
+    if request.references is not None:
+        return _reference_inputs(runtime, request)
     placements: dict[int, jax.Array] = {}
     chunks = model.video_condition(request)
     # All blank chunks are the same array, which is placed once.
@@ -180,6 +179,18 @@ def image_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInpu
     return dataclasses.replace(inputs, read=place(read, runtime.mesh), cuts=tuple(cuts))
 
 
+def _reference_inputs(runtime: Runtime[Model], request: ResolvedRequest) -> ImageInputs:
+    model = runtime.model
+    for name in model.tokenizers:
+        runtime.prepare(name)
+    with runtime.time_host_work():
+        values, read, cuts = model.read_references(request)
+    if cuts and not model.spec.may_cut(request):
+        raise cuts[0].refuse("prompt")
+    placed = tuple((name, place(value, runtime.mesh)) for name, value in values)
+    return ImageInputs((), None, place(read, runtime.mesh) if read else None, tuple(cuts), references=placed)
+
+
 def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: ImageInputs, bar: Bar) -> ImageCondition:
     """Return the experts' inputs from an image or a video; `bar` steps for each of the `ImageInputs.parts`."""
     prompt = None if inputs.read is None else _read_images(runtime, inputs.read, bar)
@@ -187,6 +198,16 @@ def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: Imag
     if inputs.clip is not None:
         features = _clip_features(runtime, inputs.clip)
         bar.step()
+    if request.references is not None:
+        encoded = []
+        for name, value in inputs.references:
+            encoded.append(_encode_reference(runtime, name, value))
+            bar.step()
+        for name in {name for name, _ in inputs.references}:
+            runtime.release_weights(name)
+        with runtime.time_host_work():
+            latents = runtime.model.reference_latents(encoded, request)
+        return ImageCondition(image_latents=latents, prompt=prompt)
     moments = []
     for moment in vae_encode(runtime, inputs.chunks):
         moments.append(moment)
@@ -237,6 +258,23 @@ def image_program(runtime: Runtime[Model], module: torch.nn.Module) -> Program:
         )
 
     return runtime.program("image_encoder", run)
+
+
+def _encode_reference(runtime: Runtime[Model], name: str, value: jax.Array) -> np.ndarray:
+    loaded = runtime.component(name)
+    encoded = fetch(reference_program(runtime, name, loaded.module)(loaded.params, value), name)
+    check_finite(encoded, f"encoder, {name.replace('_', ' ')} of a reference")
+    return encoded
+
+
+def reference_program(runtime: Runtime[Model], name: str, module: torch.nn.Module) -> Program:
+    """Return the jitted encoder of a part of a reference: (params, pixels or samples) -> moments or latents."""
+
+    def run(params, value):  # type: ignore[no-untyped-def]
+        encoded = runtime.model.encode_reference(name, module, params, runtime.mesh, value)
+        return jax.lax.with_sharding_constraint(encoded, replicated_sharding(runtime.mesh))
+
+    return runtime.program(f"{name}, reference", run)
 
 
 def vae_encode(runtime: Runtime[Model], chunks: Sequence[jax.Array]) -> Iterator[np.ndarray]:

@@ -1,5 +1,7 @@
 """Upsample the latents between two denoising stages, and add noise to them again."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +23,9 @@ def enlarge(
 ) -> Parts:
     """Return the latents' parts for an expert's first step, from the state after the previous expert.
 
+    A part that has kept its size keeps its history.
+
     Args:
-        runtime: The model on its devices.
-        request: The request.
-        expert: An expert that enlarges.
-        state: The state, on the devices.
         image: The expert's image latents (`ModelSpec.conditioned_shape`), or None.
     """
     program, params = enlarging_program(runtime, expert)
@@ -37,8 +37,12 @@ def enlarge(
     enlarged: dict[str, jax.Array] = program(params, latents, image, *operands)
     for name in runtime.model.spec.components[expert.stage][1:]:
         runtime.release_weights(name)
-    histories = runtime.model.spec.schedules(request)
-    return {part: (value, (jnp.zeros_like(value),) * histories[part].history_terms) for part, value in enlarged.items()}
+
+    def keep(part: str, value: jax.Array) -> tuple[Any, ...]:
+        before, history = state.parts[part]
+        return tuple(old if before.shape == value.shape else jnp.zeros_like(value) for old in history)
+
+    return {part: (value, keep(part, value)) for part, value in enlarged.items()}
 
 
 def enlarging_program(runtime: Runtime[Model], expert: Expert) -> tuple[Program, tuple[dict[str, jax.Array], ...]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,9 +10,11 @@ import jax
 import numpy as np
 
 from wan_tpu.data import Arrays, Conditioning, DenoiseState, ImageCondition, join_conditioning
+from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.model import Model
-from wan_tpu.plan import ENCODER, VIDEO, RequestPlan
+from wan_tpu.plan import ENCODER, SECONDS, VIDEO, RequestPlan
 from wan_tpu.progress import Bar, Progress
+from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import ColourRange
 from wan_tpu.runtime.runtime import Runtime, list_adapter_warnings
 from wan_tpu.stage_machine import (
@@ -28,6 +30,7 @@ from wan_tpu.stage_machine import (
 )
 from wan_tpu.stages.chunks import chunk_of
 from wan_tpu.stages.decode import decode_chunks, decoder_inputs, finish_video
+from wan_tpu.stages.decoder_noise import draw_ahead
 from wan_tpu.stages.denoise import (
     ExpertRun,
     StepEvent,
@@ -48,7 +51,8 @@ class LocalExecutor:
     """Runs one request's operations. Their results stay where they were computed until the next operation takes them.
 
     Attributes:
-        plan: The request's plan. Adapters are read before the first step, and all steps use the content read then.
+        plan: The request's plan. Adapters are read before the first step, and all steps use the content read then. If
+            its length is open, the encoded prompt sets it.
         machine: How far the request is.
     """
 
@@ -77,12 +81,17 @@ class LocalExecutor:
             around: Returns the context manager that an operation runs in.
 
         Raises:
-            InvalidRequest: The noise doesn't have this request's shape.
+            InvalidInput: The encoder's earlier result doesn't say how long a video of open length is.
+            InvalidRequest: The noise doesn't have this request's shape, or its length is open.
             ValueError: The state's step isn't one of this plan's.
         """
         self.plan, self._runtime, self._progress = plan, runtime, progress
         self._warned: set[str] = set()
         self._tell, self._around = warn, around
+        if noise is not None and plan.has_open_length:
+            raise InvalidRequest(
+                "noise was given, but the model chooses the video's length; give frames, too", "frames"
+            )
         shape = runtime.model.spec.latent_shapes(plan.request, 0)[VIDEO]
         self._noise = None if noise is None else check_noise(noise, shape)
         self._texts: dict[EncodeText, Arrays] = {}
@@ -94,10 +103,12 @@ class LocalExecutor:
         self._run: ExpertRun | None = None
         self._chunks: Iterator[tuple[jax.Array, jax.Array]] | None = None
         self._colours = ColourRange()
+        self._decoder_noise: Callable[[], np.ndarray | None] | None = None
         self._bar: Bar | None = None
         self.machine = StageMachine(plan)
         if conditioning is not None:
             self.machine = self.machine.with_inputs()
+            self._set_length(conditioning.prompt)
         if state is not None:
             self.machine = self.machine.at_step(state.step, is_finished=state.step == plan.steps)
 
@@ -116,7 +127,12 @@ class LocalExecutor:
             self._state = self._initial_state()
         return to_host(self._state)
 
-    def work(self, *kinds: type[Operation], stop: int | None = None) -> Iterator[tuple[Operation, Any]]:
+    @property
+    def resumable(self) -> DenoiseState | None:
+        """The latest state that another run can continue from, perhaps on the devices; None before the first step."""
+        return self._state if self._run is None else self._run.resumable
+
+    def work(self, *kinds: type[Operation], stop: int | None = None) -> Generator[tuple[Operation, Any]]:
         """Run operations, and yield each with its result.
 
         Args:
@@ -159,6 +175,8 @@ class LocalExecutor:
                     self._text_adapters = self._runtime.fetch_text_adapters(loras)
                 text = self.plan.describe_text(prompt)
                 self._texts[operation] = encode_prompt(self._runtime, text, self._warn, self._text_adapters)
+                if prompt == self.plan.request.prompt:
+                    self._set_length(self._texts[operation])
                 bar.step()
                 return self._texts[operation]
             case EncodeImage():
@@ -177,10 +195,19 @@ class LocalExecutor:
                 return self._state
             case DecodeSound():
                 assert self._state is not None and self._state.audio is not None
-                return decode_sound(self._runtime, np.asarray(self._state.audio))
+                return decode_sound(self._runtime, np.asarray(self._state.audio), self.plan.request)
             case Decode():
                 return self._decode(operation)
         raise AssertionError(operation)
+
+    def _set_length(self, prompt: Arrays) -> None:
+        """Set the video's length, if it is open, by what the model has made of the prompt."""
+        if not self.plan.has_open_length:
+            return
+        if SECONDS not in prompt:
+            raise InvalidInput("the encoder's result has no length of the video; run the encoder again, or give frames")
+        self.plan = self._runtime.model.spec.set_length(self.plan, float(prompt[SECONDS][0]))
+        self.machine = self.machine.with_plan(self.plan)
 
     def _encoder_bar(self) -> Bar:
         """Return the encoder's bar; before the first encoding, put the images on the devices to know its length."""
@@ -229,6 +256,7 @@ class LocalExecutor:
             assert self._state is not None
             inputs = expert_inputs(runtime, request, step.expert, self.conditioning)
         self._run = ExpertRun(runtime, self.plan, step.expert, inputs, self._state)
+        self._take_decoder_noise()
 
     def _initial_state(self) -> DenoiseState:
         model, plan = self._runtime.model, self.plan
@@ -237,6 +265,13 @@ class LocalExecutor:
         encoded = self.conditioning
         return initial_state(model, plan, self._noise, encoded.video_latents, encoded.generator)
 
+    def _take_decoder_noise(self) -> Callable[[], np.ndarray | None]:
+        """Return what waits for the decoder's noise; it is drawn from the first step on."""
+        if self._decoder_noise is None:
+            dtype = DTYPES[self._runtime.dtype]
+            self._decoder_noise = draw_ahead(self._runtime.model, self.plan.request, dtype)
+        return self._decoder_noise
+
     def _decode(self, operation: Decode) -> tuple[jax.Array, jax.Array]:
         count = len(self.plan.decoder_chunks)
         per_chunk = count // len(self.plan.chunk_stops)
@@ -244,7 +279,8 @@ class LocalExecutor:
             assert self._state is not None
             with self._runtime.time_host_work():
                 latents = chunk_of(self.plan, self._state, operation.chunk // per_chunk)
-                frames = decoder_inputs(self._runtime, latents)
+                noise = self._take_decoder_noise()
+                frames = decoder_inputs(self._runtime, latents, noise())
             self._chunks = decode_chunks(self._runtime, frames, self._progress, self._colours)
         assert self._chunks is not None
         chunk = next(self._chunks)
@@ -280,11 +316,16 @@ class LocalExecutor:
         """
         if self._run is not None:
             self._state, stage, self._run = self._run.state, self._run.expert.stage, None
-            if following is None or self._weights_of(following) != self._weights_of(stage):
+            if following is None or not self._shares_weights(stage, following):
                 self._runtime.release_weights(stage)
 
-    def _weights_of(self, stage: str) -> str:
-        return self._runtime.model.same_weights.get(stage, stage)
+    def _shares_weights(self, stage: str, following: str) -> bool:
+        """Return whether a stage's weights are those of a following one, or become them by its adapters."""
+        names, request = self._runtime.model.same_weights, self.plan.request
+        if names.get(stage, stage) != names.get(following, following):
+            return False
+        adapters = request.adapters_for(stage)
+        return not adapters or adapters == request.adapters_for(following)
 
     def _close_bar(self) -> None:
         if self._bar is not None:

@@ -20,19 +20,12 @@ from wan_tpu.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class ExpertInputs:
-    """An expert's inputs other than the state, on the devices.
+    """An expert's inputs other than the state, on the devices."""
 
-    Attributes:
-        text: Arrays [B, ...] of the prompt and, under guidance, of the negative prompt, by name.
-        image: As in `Conditioning`.
-        image_latents: As in `Conditioning`.
-        constants: From `Model.constants`.
-    """
-
-    text: Mapping[str, jax.Array]
-    image: jax.Array | None
-    image_latents: jax.Array | None
-    constants: Mapping[str, jax.Array]
+    text: Mapping[str, jax.Array]  # Arrays [B, ...] of the prompt and, under guidance, of the negative prompt, by name.
+    image: jax.Array | None  # As in `Conditioning`.
+    image_latents: jax.Array | None  # As in `Conditioning`.
+    constants: Mapping[str, jax.Array]  # From `Model.constants`.
 
 
 def step_numbers(schedules: Mapping[str, Schedule], i: int) -> dict[str, dict[str, Any]]:
@@ -67,8 +60,6 @@ def step_program(runtime: Runtime[Model], module: torch.nn.Module, reused: Reuse
     (families refuse experts that differ otherwise).
 
     Args:
-        runtime: The model on its devices.
-        module: The transformer.
         reused: Which branches reuse a residual of the blocks (`residual_shape`). With "some", the step also takes a
             residual and the branches that reuse it, bool [B], and returns the new residual instead of None. With "all",
             it takes a residual and computes no block.

@@ -24,10 +24,7 @@ def vae_programs(
     the next chunk. The decoder's output has two parts: pixels [1, 3, T, H, W] around [-1, 1], and their `to_planes`.
 
     Args:
-        runtime: The model on its devices.
         component: "vae_encoder" or "decoder".
-        module: The VAE.
-        count: How many chunks there are.
     """
     make = runtime.model.vae_decoder if component == "decoder" else runtime.model.vae_encoder
     chunks = make(module, runtime.mesh).for_chunks(count)

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 SCHEMES = ("gs://", "s3://")  # Each with a class in `wan_tpu.storage.opening`.
-FORMS = "gs://bucket/prefix or s3://bucket/prefix"
+# Where the requester pays: the variable with the project that pays, of Google's clients, and GDAL's with "requester".
+PAYERS = {"gs://": "GOOGLE_CLOUD_QUOTA_PROJECT", "s3://": "AWS_REQUEST_PAYER"}
+KINDS = " or ".join(SCHEMES)
+FORMS, FILE_FORMS = (" or ".join(f"{scheme}bucket/{rest}" for scheme in SCHEMES) for rest in ("prefix", "name"))
 
 
 def is_bucket(location: str) -> bool:

@@ -1,7 +1,6 @@
 """A bucket as a local folder: weights are read from it in ranges, other files are fetched when needed.
 
-Fetched files are kept in WAN_TPU_CACHE (by default ~/.cache/wan-tpu), and fetched again only when the object has
-changed.
+Fetched files are kept in the user's cache folder, and fetched again only when the object has changed.
 """
 
 import contextlib
@@ -22,8 +21,9 @@ from wan_tpu.storage.opening import open_bucket
 
 
 def cache_folder() -> Path:
-    """Return where files of buckets are kept."""
-    return Path(os.environ.get("WAN_TPU_CACHE") or Path.home() / ".cache" / "wan-tpu")
+    """Return where this user's cache is: compiled programs, files of buckets, what unfinished commands have made."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("WAN_TPU_CACHE") or Path(home) / "wan-tpu")
 
 
 def state_folder() -> Path:

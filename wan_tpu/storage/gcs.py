@@ -26,6 +26,7 @@ from google.cloud.storage.retry import DEFAULT_RETRY
 
 from wan_tpu.sources.statuses import is_refusal
 from wan_tpu.storage import base
+from wan_tpu.storage.addresses import PAYERS
 from wan_tpu.storage.base import (
     BucketStorage,
     Download,
@@ -39,7 +40,7 @@ from wan_tpu.storage.base import (
     first_line,
 )
 
-_PAYER = "GOOGLE_CLOUD_QUOTA_PROJECT"  # A variable of Google's clients: the project that pays for requests.
+_PAYER = PAYERS["gs://"]
 # What to do, by words of the service's message; its status (400, 403) and reason are the same for many causes.
 _REMEDIES = {
     "requester pays": f"set {_PAYER} to the project that pays for reading this bucket",

@@ -20,6 +20,7 @@ from google.api_core.retry import exponential_sleep_generator, retry_target
 from wan_tpu.errors import InvalidInput
 from wan_tpu.sources.statuses import is_refusal
 from wan_tpu.storage import base
+from wan_tpu.storage.addresses import PAYERS
 from wan_tpu.storage.base import (
     BucketStorage,
     Download,
@@ -53,6 +54,7 @@ _OTHER_SERVICE = _CONFIG.merge(
     Config(request_checksum_calculation="when_required", response_checksum_validation="when_required")
 )
 _CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
+_PAYER = PAYERS["s3://"]
 _KEYS = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or the profile in AWS_PROFILE"
 _REGION = "set AWS_DEFAULT_REGION to the bucket's region"
 # What to do, by the service's error code; the same status (403, 400) has many causes.
@@ -232,7 +234,7 @@ class S3Storage(BucketStorage):
             remedy = (
                 "allow this account s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket "
                 f"{self.bucket!r}"
-            )
+            ) + ("" if _PAYER in os.environ else f", or if its requester pays, set {_PAYER}=requester")
         verdict = "not allowed" if status in (401, 403) else "the service refuses it"
         reason = f"can't {action} {where}: {verdict} ({first_line(error)})"
         return Refused(reason if remedy is None else f"{reason}; {remedy}")
@@ -257,9 +259,12 @@ def _make_client(bucket: str, settings: frozenset[tuple[str, str]]) -> Any:
     if session.get_credentials() is None:
         raise aws.NoCredentialsError
     client = session.client("s3", config=_CONFIG)
-    if _is_amazon(client.meta.endpoint_url) or _CHECKSUMS in os.environ:
-        return client
-    return session.client("s3", config=_OTHER_SERVICE)
+    if not _is_amazon(client.meta.endpoint_url) and _CHECKSUMS not in os.environ:
+        client = session.client("s3", config=_OTHER_SERVICE)
+    if payer := os.environ.get(_PAYER):
+        # All calls here take it, and signed addresses get it, too.
+        client.meta.events.register("provide-client-params.s3", lambda params, **_: params | {"RequestPayer": payer})
+    return client
 
 
 def _is_amazon(address: str) -> bool:

@@ -42,10 +42,7 @@ class Acceptance:
         It also raises what that raises. After any error but `MaybeAccepted`, nothing was accepted.
 
         Args:
-            job: The job.
             contents: Its own inputs, by their names. It shares its other inputs with other jobs.
-            webhook_url: Called when the job has ended.
-            room: How many segments may wait.
 
         Raises:
             StorageError: An input can't be stored.
@@ -53,7 +50,7 @@ class Acceptance:
         """
         try:
             for name, content in contents.items():
-                self._retention.reserve(name)
+                self._retention.reserve(name, job.owner, len(content))
                 self._storage.write(name, content)
             shared = set(job.inputs) - contents.keys()
             accepted, new = self._store.submit(job, shared=shared, webhook_url=webhook_url, room=room)

@@ -19,21 +19,13 @@ BURST_S = 10.0  # A key may send as many requests at once as its rate allows wit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The sender of a request, and what the sender may do.
+    """The sender of a request, and what the sender may do."""
 
-    Attributes:
-        owner: Owner of the jobs that the caller creates: the key's id, or "" if there are no keys.
-        sees: The owner whose jobs the caller may see and cancel; None for everybody's.
-        room: How many segments of the caller's jobs may wait.
-        priority: The highest priority that the caller's jobs may have.
-        rate: Headers that report its rate limit.
-    """
-
-    owner: str
-    sees: str | None
-    room: Room
-    priority: int
-    rate: dict[str, str]
+    owner: str  # Owner of the jobs that the caller creates: the key's id, or "" if there are no keys.
+    sees: str | None  # The owner whose jobs the caller may see and cancel; None for everybody's.
+    room: Room  # How many segments of the caller's jobs may wait, and how much they may store.
+    priority: int  # The highest priority that the caller's jobs may have.
+    rate: dict[str, str]  # Headers that report its rate limit.
 
 
 def read_bearer(authorization: str | None) -> str | None:
@@ -67,7 +59,6 @@ class Access:
         """Return the caller that presents a key, and count the request.
 
         Args:
-            secret: The key that was presented, if any.
             any_of: Scopes of which the key must have one.
 
         Raises:
@@ -87,10 +78,11 @@ class Access:
             message = f"this key may only {' and '.join(scopes)}; use a key that may {' or '.join(any_of)}"
             raise HttpError(403, message, code="missing_scope")
         share = max(1, math.ceil(self._limits.key_share * self._queue_limit))
+        waiting = share if key.waiting is None else key.waiting
         return Caller(
             owner=key.id,
             sees=None if OPERATE in scopes else key.id,
-            room=Room(queue=self._queue_limit, owner=share if key.waiting is None else key.waiting),
+            room=Room(queue=self._queue_limit, owner=waiting, stored=self._limits.key_bytes),
             priority=key.priority,
             rate=self._count_request(key),
         )

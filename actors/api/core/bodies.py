@@ -16,28 +16,33 @@ from actors.api.fair_semaphore import Work
 from actors.api.untrusted.body_parts import FORM, JSON, URLENCODED, Parts, parse_media_type, split_body
 from actors.api.untrusted.json_text import loads
 from actors.api.untrusted.reader import Reader, Reading
-from actors.api.untrusted.references import FILES, VIDEO
+from actors.api.untrusted.references import FILES, REFERENCES, VIDEO, name_reference
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParsedBody:
-    """A parsed body.
-
-    Attributes:
-        fields: The fields.
-        digest: Identifies a body with the same content.
-        reading: The process that holds the body's files, if it has any.
-    """
+    """A parsed body."""
 
     fields: CreateVideo
-    digest: str
-    reading: Reading | None
+    digest: str  # Identifies a body with the same content.
+    reading: Reading | None  # The process that holds the body's files, if it has any.
 
     def has(self, name: str) -> bool:
         """Return whether a field has an image or a video."""
         return getattr(self.fields, name) is not None or (self.reading is not None and name in self.reading.uploads)
+
+    @property
+    def locks_sound(self) -> bool:
+        """Whether the sound among its references becomes the video's."""
+        return self.fields.audio_mode == "lock_source"
+
+    def list_reference_kinds(self) -> list[str]:
+        """Return what each of `input_references` is: what its sender says, or else what its file is."""
+        kinds = {} if self.reading is None else self.reading.kinds
+        references = enumerate(self.fields.input_references or ())
+        return [reference.kind or kinds.get(name_reference(index), "") for index, reference in references]
 
     def get_size(self, *names: str) -> tuple[int, int] | None:
         """Return the (height, width) of the first of some files, or None if none of them came with the body."""
@@ -54,8 +59,6 @@ async def parse_body(
     Within the block, a process is kept only if the body has files, and the body's bytes are no longer held.
 
     Args:
-        request: The request.
-        incoming: The request's share of the memory.
         reader: Starts processes that parse large bodies and images.
         work: Threads that parse small bodies.
         purpose: What the body is for. The digest depends on it, so the same body differs between purposes.
@@ -93,6 +96,7 @@ def _validate(parts: Parts, uploads: dict[str, str], purpose: str) -> tuple[Crea
     """Validate a body; return its fields and digest. Raises `InvalidRequest`."""
     fields = parse_json(parts.text)
     files = [name for name in FILES if getattr(fields, name) is not None]
+    files += [REFERENCES for reference in fields.input_references or () if reference.url is not None]
     if uploads and files:  # A request that holds one process while it waits for another could block other requests.
         file = next(iter(uploads))
         kind = "an id" if files[0] == VIDEO and fields.video is not None and fields.video.id is not None else "a URL"

@@ -5,23 +5,37 @@ Sizes are "WIDTHxHEIGHT", as OpenAI writes them. Times are Unix seconds.
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from actors.api.untrusted.references import IMAGE, LAST
+from actors.api.untrusted.references import IMAGE, LAST, REFERENCES
 from wan_tpu.fields import describe, type_of
 from wan_tpu.request import FIELDS, MAX_STEPS, SIZE_MULTIPLE
 from wan_tpu.requested_adapter import MOST, SCALES
 
 # Fields of a request that have another name in the API: that of OpenAI or of other servers.
-NAMES = {"frames": "num_frames", "steps": "num_inference_steps", "image": IMAGE, "last_image": LAST}
+NAMES = {
+    "frames": "num_frames",
+    "steps": "num_inference_steps",
+    "image": IMAGE,
+    "last_image": LAST,
+    "references": REFERENCES,
+}
 # Fields that have another form in the API, or that name a file on this machine, which clients may not.
-_OTHERWISE = ("prompt", "image", "last_image", "height", "width", "loras", "video")
+_OTHERWISE = ("prompt", "image", "last_image", "height", "width", "loras", "video", "references")
 # All other fields: bodies and answers have them as `GenerationRequest` declares them.
 SETTINGS = tuple(name for name in FIELDS if name not in _OTHERWISE)
-_BOOLEANS = tuple(NAMES.get(name, name) for name in SETTINGS if type_of(FIELDS[name]) is bool)
 _OMITTED = {"seed": " Random if omitted."}
 _MAX_URL = 8192  # Characters.
 _MAX_PROMPT = 32_000  # Characters, as in OpenAI's API.
@@ -30,6 +44,22 @@ _MOST_SEGMENTS = 30
 # Characters of all prompts of a request, which every answer about it repeats. It is what `prompt` and `negative_prompt`
 # may have together, or 30 prompts of 2,100; other services take 1,000 (Runway) to 2,500 (Kling) a video.
 _MAX_PROMPTS = 2 * _MAX_PROMPT
+
+# What a client writes for a reference; `read_references` has brought it to `MediaReference`.
+_REFERENCE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": key},
+                key: {"type": "object", "properties": {"url": {"type": "string"}}, "required": ["url"]},
+                **({"with_sound": {"type": "boolean"}} if key == "video_url" else {}),
+            },
+            "required": [key],
+        }
+        for key in ("image_url", "video_url", "audio_url")
+    ]
+}
 
 _Prompt = Annotated[str, Field(min_length=1, max_length=_MAX_PROMPT)]
 
@@ -54,11 +84,15 @@ def add_settings(base: type[BaseModel], setting: Callable[[str], tuple[Any, Any]
     """Return a subclass of a model with an additional field for each of `SETTINGS`.
 
     Args:
-        base: The model.
         setting: Returns the type and the pydantic field of a setting, by its name in a request.
     """
     fields: dict[str, Any] = {NAMES.get(name, name): setting(name) for name in SETTINGS}
     return create_model(f"{base.__name__}WithSettings", __base__=base, **fields)
+
+
+def _list_types(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that values of a field may have."""
+    return get_args(annotation) or (annotation,)
 
 
 class _Sent(BaseModel):
@@ -69,8 +103,10 @@ class _Sent(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        may_be_boolean = bool in _list_types(cls.model_fields[info.field_name].annotation)
         for inner in value if isinstance(value, list) else (value,):
-            if isinstance(inner, bool) and info.field_name not in _BOOLEANS:  # In Python it would pass as 0 or 1.
+            if isinstance(inner, bool) and not may_be_boolean:  # In Python it would pass as 0 or 1.
                 raise PydanticCustomError("boolean", "true and false are not allowed; give a number or a string")
             if isinstance(inner, str) and (problem := find_text_problem(inner)) is not None:
                 raise PydanticCustomError("text", "{problem}", {"problem": problem})
@@ -113,6 +149,18 @@ class VideoReference(_Sent):
         if (self.id is None) == (self.video_url is None):
             raise PydanticCustomError("video", "give the id of a video, or a video_url")
         return self
+
+
+class MediaReference(_Sent):
+    """A reference, whose file came with the body unless it has a URL.
+
+    Bodies have it in OpenRouter's form, {"type": "image_url", "image_url": {"url": "https://..."}}, or the same with
+    video_url or audio_url. A video may have "with_sound": false.
+    """
+
+    kind: Literal["image", "video", "audio"] | None = None
+    with_sound: bool = True
+    url: str | None = Field(default=None, min_length=1, max_length=_MAX_URL)
 
 
 class Adapter(_Sent):
@@ -161,6 +209,15 @@ class _Described(_Sent):
         description='The last frame, for models whose `last_frames` isn\'t "none". `input_reference` may be omitted '
         'where that is "alone".',
     )
+    input_references: list[Annotated[MediaReference, WithJsonSchema(_REFERENCE_SCHEMA)]] | None = Field(
+        default=None,
+        description="Images, videos and sounds that the prompt is about, for models whose `references` says how many "
+        "they take: the model reads them in this order, and a prompt calls them Picture 1, Video 1 and Audio 1, each "
+        "counted by itself. A video brings its sound, which counts as an Audio, unless `with_sound` beside its "
+        "`video_url` is false. A form has them as files, in JSON each "
+        'is {"type": "image_url", "image_url": {"url": "https://..."}}, or the same with video_url or audio_url; data: '
+        "URLs are accepted. Where `follows_sound` is true, one sound may be the video's own: `audio_mode`.",
+    )
     video: VideoReference | None = Field(
         default=None,
         description="A video whose first `num_frames` frames the new one begins as, for models whose `takes_video` is "
@@ -203,6 +260,19 @@ class CreateVideo(_WithSettings):
         "`seconds` and `num_frames` are the length of one segment. For models that can continue a video. All prompts "
         f"of a request have at most {_MAX_PROMPTS:,} characters together.",
         examples=[["the ball falls off the table", "a cat catches it"]],
+    )
+    continue_by: Literal["motion", "frame"] | None = Field(
+        default=None,
+        description="What a segment of `next_prompts`, or an extension, takes from the video before: its end, with "
+        "motion and sound, or its last frame alone. If omitted, the end where the model, the preset and the length of "
+        "that video allow it; GET /v1/models says so in `continues_motion`.",
+        examples=["frame"],
+    )
+    audio_mode: Literal["reference", "lock_source"] | None = Field(
+        default=None,
+        description="What the sound among the `input_references` is: one of the things that the prompt is about, or, "
+        "with `lock_source`, the video's own sound, which the video follows. There must be just one then.",
+        examples=["lock_source"],
     )
     loras: list[Adapter] | None = Field(
         default=None, max_length=MOST, description="Adapters in place of those that the preset brings."

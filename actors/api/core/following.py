@@ -58,14 +58,11 @@ def follow_watched(look: Look[Watched], access: Access) -> "Following[Watched]":
 
 
 class Streams:
-    """The streams of one ingress. Their number per key is limited.
-
-    Attributes:
-        reading: Gives keys turns at reading from storage for their streams.
-    """
+    """The streams of one ingress. Their number per key is limited."""
 
     def __init__(self, of_a_key: int) -> None:
         self._of_a_key = of_a_key
+        # Gives keys turns at reading from storage for their streams.
         self.reading = FairSemaphore(_READERS, _READERS - 1)
         self._streams: Counter[str] = Counter()
 
@@ -112,7 +109,6 @@ class Following(Generic[State]):
         Args:
             look: Returns the jobs with the given ids, except those that don't exist. It gets their latest states, so
                 that it can read only what is new. It is called in threads.
-            access: Knows which keys are valid.
             every_s: Pause between two calls of `look`.
             has_ended: Returns whether a job won't change any more.
             is_news: Returns whether a job differs from its state before.
@@ -130,9 +126,7 @@ class Following(Generic[State]):
         """Follow a job until it ends. The caller must hold one of the key's `Streams`.
 
         Args:
-            job: The job's id.
             seen: The job's state as just read, which is yielded first.
-            owner: The key that follows it.
             idle_s: After this many seconds without a change, the latest state is yielded again; None for never.
 
         Yields:

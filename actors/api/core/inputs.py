@@ -8,19 +8,22 @@ from typing import TypeVar
 
 from actors.api.core.access import Caller
 from actors.api.core.bodies import ParsedBody
+from actors.api.core.create_video import MediaReference
 from actors.api.core.errors import HttpError
 from actors.api.core.receiving import IncomingRequest
 from actors.api.fair_semaphore import Work
 from actors.api.outbound.client import FetchSettings, fetch
-from actors.api.untrusted.body_parts import CLIP, PICTURE
+from actors.api.untrusted.body_parts import CLIP, MEDIUM, PICTURE
 from actors.api.untrusted.reader import Reader, Reading
-from actors.api.untrusted.references import IMAGE, VIDEO
+from actors.api.untrusted.references import IMAGE, REFERENCES, VIDEO, name_reference
 from actors.jobs.errors import JobNotFound
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.shown import Fit
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.plan import RequestPlan
+from wan_tpu.reference import Reference, open_reference
 from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.base import Missing, Storage
 
@@ -29,17 +32,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class OpenInput:
-    """An image or a video in a process that has read it.
-
-    Attributes:
-        reading: The process.
-        name: The file's name there.
-        incoming: The request that the bytes count for.
-    """
+    """An image or a video in a process that has read it."""
 
     reading: Reading
-    name: str
-    incoming: IncomingRequest
+    name: str  # The file's name there.
+    incoming: IncomingRequest  # The request that the bytes count for.
 
     @property
     def size(self) -> tuple[int, int]:
@@ -58,8 +55,50 @@ class OpenInput:
         return await self.reading.convert_video(_fit_to(plan, spec), plan.request.fps, count=self.incoming.add)
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenReference:
+    """A reference in a process that has read it."""
+
+    reading: Reading
+    name: str  # The file's name there.
+    incoming: IncomingRequest  # The request that the bytes count for.
+    said: MediaReference  # What its author says about it.
+
+    async def fit(self, plan: RequestPlan, spec: ModelSpec, work: Work) -> tuple[bytes, Reference]:
+        """Return it as a PNG, an mp4 or a wav, and its measures, which `work` takes."""
+        is_kind = self.reading.kinds[self.name]
+        kind = self.said.kind or is_kind
+        if kind != is_kind and (kind, is_kind) != ("audio", "video"):
+            raise InvalidRequest(
+                f"a reference that was sent as {kind} can't be read as one; if its file is of kind {is_kind}, say so",
+                REFERENCES,
+            )
+        height, width = original = self.reading.sizes[self.name]
+        if kind != "audio":
+            height, width = spec.fit_reference(plan.request, kind, original)
+        content = await self.reading.make_reference(
+            self.name, kind, height, width, with_sound=self.said.with_sound, count=self.incoming.add
+        )
+        if kind == "image":
+            return content, Reference(kind, None, *original)
+        # Its rate and its length are those of what is stored, which this program has encoded: the client's own file is
+        # read only in the process for it.
+        measured = await work.run(self.incoming.key, open_reference, kind, VideoContent(content))
+        if kind == "video":
+            measured = dataclasses.replace(measured, height=original[0], width=original[1])
+        return content, measured.without_source()
+
+
 def _fit_to(plan: RequestPlan, spec: ModelSpec) -> Fit:
     return Fit(plan.request.height, plan.request.width, spec.shape_slack)
+
+
+def check_completed(job: Job, field: str | None = None) -> None:
+    """Raise `HttpError` about a field if a job can't be used because it hasn't completed."""
+    if job.status != "completed":
+        instead = "send another" if job.has_ended else "ask again when it has completed"
+        message = f"{job.id} is {job.status}, and only completed videos can be used; {instead}"
+        raise HttpError(400, message, code="video_not_ready", param=field)
 
 
 class Inputs:
@@ -94,9 +133,23 @@ class Inputs:
                 yield OpenInput(reading, VIDEO, incoming)
         else:
             url = reference.video_url if name == VIDEO else reference.image_url
-            async with self._fetch(url, name, incoming) as reading:
+            async with self._fetch(url, name, "video" if name == VIDEO else "image", incoming) as reading:
                 with _name_field(name):
                     yield OpenInput(reading, VIDEO if name == VIDEO else IMAGE, incoming)
+
+    @contextlib.asynccontextmanager
+    async def open_reference(
+        self, body: ParsedBody, index: int, incoming: IncomingRequest
+    ) -> AsyncIterator[OpenReference]:
+        """Open one of a body's references, as `open`."""
+        assert body.fields.input_references is not None
+        said = body.fields.input_references[index]
+        if said.url is None or said.kind is None:  # Whoever sends a URL says what it is.
+            assert body.reading is not None
+            yield OpenReference(body.reading, name_reference(index), incoming, said)
+            return
+        async with self._fetch(said.url, REFERENCES, said.kind, incoming) as reading:
+            yield OpenReference(reading, name_reference(0), incoming, said)
 
     async def find(self, video: str, caller: Caller) -> Job:
         """Return a completed job of the caller's; raises `HttpError`."""
@@ -104,10 +157,7 @@ class Inputs:
             job = await asyncio.to_thread(self._store.get, video, caller.sees)
         except JobNotFound as error:
             raise HttpError(400, str(error), code="video_not_found", param=VIDEO) from None
-        if job.status != "completed":
-            instead = "send another" if job.has_ended else "ask again when it has completed"
-            message = f"{job.id} is {job.status}, and only completed videos can be used; {instead}"
-            raise HttpError(400, message, code="video_not_ready", param=VIDEO)
+        check_completed(job, VIDEO)
         return job
 
     async def locate(self, job: Job, *variants: str, owner: str) -> list[str]:
@@ -131,16 +181,16 @@ class Inputs:
             raise HttpError(400, message, code="video_not_found", param=VIDEO) from None
 
     @contextlib.asynccontextmanager
-    async def _fetch(self, url: str, name: str, incoming: IncomingRequest) -> AsyncIterator[Reading]:
-        fetching, reader = self._fetching, self._reader
-        if name == VIDEO:
-            fetching = dataclasses.replace(fetching, subject="video", max_bytes=reader.limits.video_bytes)
+    async def _fetch(self, url: str, name: str, kind: str, incoming: IncomingRequest) -> AsyncIterator[Reading]:
+        fetching, reader = dataclasses.replace(self._fetching, subject=kind), self._reader
+        if name in (VIDEO, REFERENCES):
+            fetching = dataclasses.replace(fetching, max_bytes=reader.limits.video_bytes)
         async with contextlib.AsyncExitStack() as stack:
             with _name_field(name), incoming.open_file() as content:
                 async with reader.fetches.take_turn(incoming.key), incoming.guard_fetch():
                     await fetch(url, fetching, content, owner=incoming.key)
-                kind = CLIP if name == VIDEO else PICTURE
-                reading = await stack.enter_async_context(reader.read(kind, content, incoming.key))
+                content_type = {VIDEO: CLIP, REFERENCES: MEDIUM}.get(name, PICTURE)
+                reading = await stack.enter_async_context(reader.read(content_type, content, incoming.key))
             yield reading
 
     @contextlib.asynccontextmanager

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +12,7 @@ from starlette.requests import Request
 from actors.api.core.acceptance import Acceptance, MaybeAccepted
 from actors.api.core.access import Access, Caller
 from actors.api.core.bodies import parse_body
-from actors.api.core.drafts import Drafts
+from actors.api.core.drafts import Drafts, Take
 from actors.api.core.errors import HttpError
 from actors.api.core.inputs import Inputs
 from actors.api.core.receiving import Bodies
@@ -27,7 +26,7 @@ from actors.jobs.errors import JobNotFound, QueueFull
 from actors.jobs.retention import Retention
 from actors.jobs.sharing import FileGone
 from actors.jobs.store import JobStore, make_private_key
-from actors.jobs.stored_request import count_segments
+from actors.jobs.stored_request import count_made_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Room
 from actors.observe.logs import log_event
@@ -50,11 +49,7 @@ class Accepted:
 
 
 class Intake:
-    """Turns requests into jobs.
-
-    Attributes:
-        retries: Recognizes requests that clients repeat.
-    """
+    """Turns requests into jobs."""
 
     def __init__(
         self,
@@ -90,53 +85,58 @@ class Intake:
         job could be accepted costs its key no segments.
 
         Args:
-            request: The request, whose body is read here.
-            caller: Whose job it becomes.
             idempotency_key: Repeated requests with this key get the same job.
             alone: Whether to cancel the job if this request's client disconnects. The job then gets a private key.
-            extends: Whether the job continues the body's video.
         """
         make_draft, purpose = (self._drafts.draft_extension, "extend") if extends else (self._drafts.draft, "")
         with self._note_refusals(request) as is_retry:
             self._bodies.check(request.headers, caller.owner)
-            await asyncio.to_thread(self._refuse_early, caller, idempotency_key)
+            # What an earlier try has stored counts already, and may have been accepted.
+            room = dataclasses.replace(caller.room, stored=None) if is_retry else caller.room
+            await asyncio.to_thread(self._refuse_early, caller.owner, idempotency_key, room)
             with self._bodies.admit(request.headers, caller.owner) as incoming:
                 async with parse_body(request, incoming, self._reader, self._work, purpose=purpose) as body:
-                    known = functools.partial(self._store.find_repeat, is_retry=is_retry)
-                    job = await asyncio.to_thread(known, caller.owner, idempotency_key, body.digest)
+                    sent = caller.owner, idempotency_key, body.digest
+                    job = await asyncio.to_thread(self._store.find_repeat, *sent, is_retry=is_retry)
                     if job is None:
                         segments = 1 + len(body.fields.next_prompts or ())
-                        await asyncio.to_thread(self._refuse_early, caller, idempotency_key, segments)
+                        room = dataclasses.replace(room, stored=None)  # Once is enough.
+                        await asyncio.to_thread(self._refuse_early, caller.owner, idempotency_key, room, segments)
                         draft, contents = await make_draft(body, incoming, caller)
                 # From here on, no reading process is held and none of its time limits applies.
                 is_new, private = False, make_private_key() if alone and idempotency_key is None else None
                 if job is None:
                     draft.idempotency_key = private or idempotency_key
-                    accept = functools.partial(self._accept, webhook_url=body.fields.webhook_url)
                     # A job without files waits for no other's.
                     run = functools.partial(self._transfers.run, caller.owner) if contents else asyncio.to_thread
-                    job, is_new = await run(accept, draft, contents, caller.room)
+                    job, is_new = await run(self._accept, draft, contents, caller.room, body.fields.webhook_url)
                 assert job is not None
         _log_accepted(job, is_new)
         return Accepted(job=job, private=private if is_new else None)
 
-    async def remix(self, job: str, request: Request, caller: Caller, idempotency_key: str | None) -> Accepted:
-        """Accept a job that repeats another job's request with a new prompt; raises `JobNotFound`."""
+    async def remix(
+        self, job: str, request: Request, caller: Caller, idempotency_key: str | None, *, segment: int | None = None
+    ) -> Accepted:
+        """Accept a job that repeats another job's request with a new prompt; raises `JobNotFound`.
+
+        With `segment`, only the segment of that number is made again, with a seed of its own.
+        """
         with self._note_refusals(request) as is_retry:
-            await asyncio.to_thread(self._refuse_early, caller, idempotency_key)
+            await asyncio.to_thread(self._refuse_early, caller.owner, idempotency_key, caller.room)
             source = await asyncio.to_thread(self._store.get, job, caller.sees)
             self._check_source(source)
             with self._bodies.admit(request.headers, caller.owner) as incoming:
                 async with parse_body(request, incoming, self._reader, self._work) as body:
-                    more = body.fields.model_fields_set - {"prompt"} | {name for name in FILES if body.has(name)}
+                    able = {"prompt"} if segment is None else {"prompt", "seed"}
+                    more = body.fields.model_fields_set - able | {name for name in FILES if body.has(name)}
                     if more:
-                        field = min(more)
-                        raise InvalidRequest(f"a remix can't change {field}; it can change only the prompt", field)
-                prompt = body.fields.prompt
+                        field, known = min(more), " and ".join(sorted(able))
+                        raise InvalidRequest(
+                            f"{field} can't be changed when a video is made again; only {known}", field
+                        )
+                take = Take(body.fields.prompt, segment, getattr(body.fields, "seed", None))
                 remix = functools.partial(self._remix, is_retry=is_retry)
-                accepted, is_new = await self._transfers.run(
-                    caller.owner, remix, source, prompt, caller, idempotency_key
-                )
+                accepted, is_new = await self._transfers.run(caller.owner, remix, source, take, caller, idempotency_key)
         _log_accepted(accepted, is_new)
         return Accepted(job=accepted)
 
@@ -155,15 +155,15 @@ class Intake:
 
     # The methods below wait for database and storage, and run in threads.
 
-    def _refuse_early(self, caller: Caller, idempotency_key: str | None, segments: int = 1) -> None:
+    def _refuse_early(self, owner: str, idempotency_key: str | None, room: Room, segments: int = 1) -> None:
         self._settings.limits.check_disk(self._storage)
         with self._translate_queue_full():
-            self._store.check_room(caller.owner, idempotency_key, caller.room, self._settings.model, segments)
+            self._store.check_room(owner, idempotency_key, room, self._settings.model, segments)
 
     def _accept(
-        self, job: Job, contents: Mapping[str, bytes], room: Room, *, webhook_url: str | None = None
+        self, job: Job, contents: Mapping[str, bytes], room: Room, webhook_url: str | None = None
     ) -> tuple[Job, bool]:
-        segments, is_new = count_segments(job.request), False
+        segments, is_new = count_made_segments(job.request), False
         self._access.charge_segments(job.owner, segments)
         try:
             with self._translate_queue_full(), _translate_gone(job):
@@ -187,26 +187,16 @@ class Intake:
             raise HttpError(400, message, code="model_not_found", param="model")
 
     def _remix(
-        self, source: Job, prompt: str, caller: Caller, idempotency_key: str | None, *, is_retry: bool
+        self, source: Job, take: Take, caller: Caller, idempotency_key: str | None, *, is_retry: bool
     ) -> tuple[Job, bool]:
-        digest = hashlib.sha256(f"{source.id}\0{prompt}".encode()).hexdigest()
+        digest = take.digest(source)
         known = self._store.find_repeat(caller.owner, idempotency_key, digest, is_retry=is_retry)
         if known is not None:
             return known, False
-        new_job = Job(
-            owner=caller.owner,
-            model=self._settings.model,
-            request=source.request | {"prompt": prompt},
-            input_image=source.input_image,
-            input_last_image=source.input_last_image,
-            input_video=source.input_video,
-            priority=min(source.priority, caller.priority),
-            idempotency_key=idempotency_key,
-            body_digest=digest,
-            remixed_from=source.id,
-        )
+        new_job = self._drafts.draft_remix(source, take, caller)
+        new_job.idempotency_key, new_job.body_digest = idempotency_key, digest
         with _translate_gone(new_job):
-            for name in source.inputs:
+            for name in new_job.inputs:
                 self._storage.size(name)
             return self._accept(new_job, {}, caller.room)
 

@@ -24,24 +24,16 @@ _LONG_AGO = 0.0  # By an event loop's clock.
 
 @dataclasses.dataclass(eq=False)
 class IncomingRequest:
-    """One request's share of the memory.
+    """One request's share of the memory."""
 
-    Attributes:
-        bodies: All requests of this process.
-        key: The key that sends the request.
-        deadline: When the next part of the body must have arrived, by the event loop's clock.
-        size: Bytes that the request holds.
-        arrived: Whether nothing more is on its way, neither of the body nor of an image that it names. While something
-            is, the request can be abandoned to make room for others.
-        abandoned: Whether that has happened.
-    """
-
-    bodies: "Bodies"
-    key: str
-    deadline: float
+    bodies: "Bodies"  # All requests of this process.
+    key: str  # The key that sends the request.
+    deadline: float  # When the next part of the body must have arrived, by the event loop's clock.
     size: int = 0
+    # Whether nothing more is on its way, neither of the body nor of an image that it names. While something is, the
+    # request can be abandoned to make room for others.
     arrived: bool = False
-    abandoned: bool = False
+    abandoned: bool = False  # Whether that has happened.
     _scope: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager

@@ -15,6 +15,7 @@ from actors.api.settings import ServiceSettings
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.tables import Job
+from actors.jobs.usage import StoredBytes
 from actors.jobs.watching import find_unchanged, look_at_watched
 from actors.observe.logs import log_event, repeat
 from wan_tpu.errors import WanTpuError
@@ -35,6 +36,7 @@ class Service:
         self.database = open_database(settings.database)
         self.store = JobStore(self.database, settings.jobs)
         self.storage = open_storage(settings.storage)
+        self.stored = StoredBytes(self.database)
         self.access = Access(self.database, settings.queue_limit, settings.limits)
         self.forecast = Estimator(self.store, settings.concurrency, settings.model)
         self.work = Work(_WORKERS)

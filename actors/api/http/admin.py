@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Request
@@ -14,39 +14,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from actors.api.core.access import Caller
 from actors.api.core.errors import HttpError
 from actors.api.core.service import Service
+from actors.api.http.job_failures import explain
 from actors.api.http.objects import Object
 from actors.api.http.openapi import describe_errors
 from actors.api.http.parameters import Served, require_scopes
+from actors.api.predictions import PredictedPool, StageSeconds, compare
 from actors.jobs.check_ins import list_check_ins
 from actors.jobs.keys import ADMIN, OPERATE, KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.overview import Overview, read_overview
-from actors.jobs.tables import ApiKey, CheckIn
+from actors.jobs.tables import ApiKey, CheckIn, Job
 from actors.jobs.usage import read_usage
-from actors.jobs.values import (
-    BROKEN_VIDEO,
-    CANCELLED,
-    DEADLINE,
-    INPUT_LOST,
-    INTERNAL_ERROR,
-    INVALID,
-    LOST,
-    UNHEALTHY,
-)
 from actors.observe.status_board import ReportedStatus
 
 SlicesReader = Callable[[], ReportedStatus | None]
 Scope = Literal["make", "read", "operate", "admin"]
 
-BLAME = {
-    CANCELLED: "whoever cancelled it",
-    DEADLINE: "its deadline",
-    INVALID: "the request",
-    INPUT_LOST: "the storage",
-    LOST: "the machines",
-    UNHEALTHY: "the model: a stage computed NaN",
-    BROKEN_VIDEO: "the encoder: the file can't be decoded",
-    INTERNAL_ERROR: "the program: its log says why",
-}
 _BODY = 16_384  # The longest body, in bytes.
 _BODY_S = 10  # How long it may take.
 _MAX_SLICES = 500
@@ -144,6 +126,29 @@ class AdminSlice(Object):
     """The fraction of `utilisation_seconds` for which it has computed, from 0 to 1."""
 
 
+class AdminStage(Object):
+    """A stage's seconds for one kind of video: what is predicted, and what the latest jobs took."""
+
+    pool: str
+    """The pool that runs it."""
+    slice: str
+    """The pool's kind of slice, such as v6e-8."""
+    stage: str
+    """The stage."""
+    video: str
+    """Size, frames and steps of the video, or of each of its segments."""
+    predicted_seconds: float | None
+    """What `wan-tpu plan` predicts, from plans that need no compiler; null without one."""
+    measured_seconds: float | None
+    """The median of the latest jobs; null if none of them made such a video."""
+    ratio: float | None
+    """Measured by predicted seconds, where there are both."""
+    jobs: int
+    """How many jobs were measured."""
+    note: str
+    """Why nothing is predicted; empty if something is."""
+
+
 class AdminFailures(Object):
     """Jobs that failed within a day, of one kind."""
 
@@ -205,6 +210,8 @@ class AdminState(Object):
     """The service's processes."""
     slices: list[AdminSlice]
     """The slices, by pool."""
+    stages: list[AdminStage]
+    """Predicted and measured seconds of the pools' stages, by kind of video."""
     utilisation_seconds: float
     """How many seconds `utilisation` covers: an hour, or since the workers were started."""
     failures: list[AdminFailures]
@@ -242,6 +249,8 @@ class AdminKey(Object):
     """Videos of the last 30 days."""
     dollars: float
     """What its jobs of the last 30 days cost, where prices are known."""
+    stored_bytes: int
+    """What the files of its jobs and its uploads take, at most a minute ago."""
 
 
 class AdminKeyMade(Object):
@@ -282,8 +291,8 @@ class NewKey(BaseModel):
 )
 async def read_state(request: Request, service: Served, caller: _Operator) -> AdminState:
     """Return queues, processes, slices, failures and costs. It takes a key with the scope `operate` or `admin`."""
-    read_slices: SlicesReader = request.app.state.read_slices
-    return await asyncio.to_thread(_read_state, service, read_slices)
+    state = request.app.state
+    return await asyncio.to_thread(_read_state, service, state.read_slices, state.pools)
 
 
 @router.get("/keys", summary="List the keys", response_description="The keys.", responses=describe_errors())
@@ -357,9 +366,9 @@ async def revoke(
     return revoked
 
 
-def add_admin(app: FastAPI, read_slices: SlicesReader) -> None:
+def add_admin(app: FastAPI, read_slices: SlicesReader, pools: Sequence[PredictedPool]) -> None:
     """Add the routes to an application."""
-    app.state.read_slices = read_slices
+    app.state.read_slices, app.state.pools = read_slices, pools
     app.include_router(router)
 
 
@@ -379,7 +388,7 @@ async def _receive(request: Request) -> bytes:
     return bytes(content)
 
 
-def _read_state(service: Service, read_slices: SlicesReader) -> AdminState:
+def _read_state(service: Service, read_slices: SlicesReader, pools: Sequence[PredictedPool]) -> AdminState:
     overview = read_overview(service.database)
     present = list_check_ins(service.database, service.settings.reliability.absent_s)
     figures = [_read_figures(process) for process in present]
@@ -424,9 +433,10 @@ def _read_state(service: Service, read_slices: SlicesReader) -> AdminState:
             for process, one in zip(present, figures, strict=True)
         ],
         slices=_list_slices(read_slices(), figures, window_s),
+        stages=[_describe_stage(row) for row in compare(pools, _list_own_jobs(service), service.spec)],
         utilisation_seconds=round(window_s, 1),
         failures=[
-            AdminFailures(code=code, blame=BLAME.get(code, code), count=count)
+            AdminFailures(code=code, blame=explain(code).blame, count=count)
             for code, count in sorted(overview.failures.items(), key=lambda entry: -entry[1])
         ],
         failed=[
@@ -434,7 +444,7 @@ def _read_state(service: Service, read_slices: SlicesReader) -> AdminState:
                 id=job.id,
                 name=names.get(job.owner, ""),
                 code=job.code,
-                blame=BLAME.get(job.code, job.code),
+                blame=explain(job.code).blame,
                 message=job.message,
                 attempts=job.attempts,
                 ended_at=job.ended_at,
@@ -495,6 +505,25 @@ def _list_slices(reported: ReportedStatus | None, figures: list[_Figures], windo
     return slices
 
 
+def _list_own_jobs(service: Service) -> list[Job]:
+    return [job for job in service.forecast.list_latest() if job.model in (None, service.settings.model)]
+
+
+def _describe_stage(row: StageSeconds) -> AdminStage:
+    ratio = row.measured / row.predicted if row.measured is not None and row.predicted else None
+    return AdminStage(
+        pool=row.pool,
+        slice=row.slice,
+        stage=row.stage,
+        video=row.video,
+        predicted_seconds=None if row.predicted is None else round(row.predicted, 3),
+        measured_seconds=None if row.measured is None else round(row.measured, 3),
+        ratio=None if ratio is None else round(ratio, 3),
+        jobs=row.jobs,
+        note=row.note,
+    )
+
+
 def _sum_cost(overview: Overview) -> AdminCost:
     known = overview.dollars > 0 and overview.completed > 0
     return AdminCost(
@@ -510,10 +539,11 @@ def _sum_cost(overview: Overview) -> AdminCost:
 def _list_keys(service: Service) -> list[AdminKey]:
     first = time.strftime("%Y-%m-%d", time.gmtime(time.time() - 29 * 86400))
     used = read_usage(service.database, first=first)
-    return [_describe_key(key, used.get(key.id)) for key in list_keys(service.database)]
+    stored = service.stored.read()
+    return [_describe_key(key, used.get(key.id), stored.get(key.id, 0)) for key in list_keys(service.database)]
 
 
-def _describe_key(key: ApiKey, used: Any) -> AdminKey:
+def _describe_key(key: ApiKey, used: Any, stored_bytes: int) -> AdminKey:
     same = ("id", "name", "created_at", "expires_at", "revoked_at", "requests_per_minute", "waiting", "running")
     return AdminKey(
         **{name: getattr(key, name) for name in same},
@@ -521,4 +551,5 @@ def _describe_key(key: ApiKey, used: Any) -> AdminKey:
         priority=key.priority,
         videos=used.videos if used else 0,
         dollars=round(used.dollars, 4) if used else 0.0,
+        stored_bytes=stored_bytes,
     )

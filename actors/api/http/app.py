@@ -3,9 +3,10 @@
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
 from typing import Annotated
 
@@ -27,9 +28,11 @@ from actors.api.http.openapi import DESCRIPTION, TAGS, describe, describe_errors
 from actors.api.http.parameters import Served, Watcher, refuse_body
 from actors.api.http.videos import POLL_AFTER, router
 from actors.api.metrics import CONTENT_TYPE, KeyMetrics
+from actors.api.predictions import PredictedPool
 from actors.jobs.errors import StoreUnavailable
 from actors.jobs.keys import OPERATE, READ
-from actors.jobs.usage import read_usage
+from actors.jobs.tables import Usage
+from actors.jobs.usage import read_stored, read_usage
 
 _STARTED = int(time.time())
 
@@ -37,10 +40,15 @@ other_routes = APIRouter()
 _NO_BODY = [Depends(refuse_body)]
 
 
-def make_app(service: Service, read_slices: SlicesReader = lambda: None) -> FastAPI:
+def make_app(
+    service: Service, read_slices: SlicesReader = lambda: None, pools: Sequence[PredictedPool] = ()
+) -> FastAPI:
     """Return the application for an opened service. It closes the service's database when it ends.
 
-    `read_slices` returns what a pipeline's replicas report, or None while that can't be read.
+    Args:
+        service: The service.
+        read_slices: Returns what a pipeline's replicas report, or None while that can't be read.
+        pools: The pipeline's pools, with what is predicted for them.
     """
 
     @contextlib.asynccontextmanager
@@ -65,7 +73,7 @@ def make_app(service: Service, read_slices: SlicesReader = lambda: None) -> Fast
     app.state.service = service
     app.include_router(router)
     app.include_router(other_routes)
-    add_admin(app, read_slices)
+    add_admin(app, read_slices, pools)
     settings = service.settings
     if settings.origins:
         app.add_middleware(
@@ -76,7 +84,8 @@ def make_app(service: Service, read_slices: SlicesReader = lambda: None) -> Fast
             expose_headers=[POLL_AFTER, "Retry-After", "x-request-id", "x-video-id"],
         )
     app.add_middleware(Middleware, service=service)
-    describe(app)
+    # It takes a fifth of a second, and only whoever opens /docs asks for it.
+    app.openapi = functools.cache(functools.partial(describe, app.openapi))  # type: ignore[method-assign]
     return app
 
 
@@ -128,6 +137,7 @@ async def usage(
 ) -> UsageList:
     """Return what your key has used; with the scope `operate`, what every key has."""
     used_by_key = await asyncio.to_thread(read_usage, service.database, caller.sees, first=first, last=last)
+    stored = await asyncio.to_thread(read_stored, service.database, caller.sees)
     data = [
         KeyUsage(
             key=key,
@@ -136,8 +146,9 @@ async def usage(
             failed=used.failed,
             chip_seconds=round(used.chip_seconds, 3),
             dollars=round(used.dollars, 6),
+            stored_bytes=stored.get(key, 0),
         )
-        for key, used in used_by_key.items()
+        for key, used in {**dict.fromkeys(stored, Usage(owner="", day="")), **used_by_key}.items()
     ]
     return UsageList(data=data, first=first, last=last)
 

@@ -10,34 +10,20 @@ from starlette.requests import ClientDisconnect
 from actors.api.core.create_video import NAMES
 from actors.api.core.errors import HttpError
 from actors.api.http.objects import make_error_body
-from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUnfinished, StoreError, StoreUnavailable
-from actors.jobs.values import (
-    BROKEN_VIDEO,
-    CANCELLED,
-    DEADLINE,
-    INPUT_LOST,
-    INTERNAL_ERROR,
-    INVALID,
-    LOST,
-    UNHEALTHY,
+from actors.jobs.errors import (
+    IdempotencyConflict,
+    JobError,
+    JobNotFound,
+    JobUnfinished,
+    StoredTooMuch,
+    StoreError,
+    StoreUnavailable,
 )
 from actors.observe.logs import log_event
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.storage.base import Missing, NoSpace, Refused, StorageError
 
 log = logging.getLogger(__name__)
-
-# HTTP statuses by a job's error code, for clients that wait for the video of a job that has failed.
-FAILURES = {
-    INVALID: 400,
-    DEADLINE: 408,
-    CANCELLED: 409,
-    UNHEALTHY: 500,
-    BROKEN_VIDEO: 500,
-    INTERNAL_ERROR: 500,
-    LOST: 503,
-    INPUT_LOST: 503,
-}
 _AGAIN_S = 5  # Retry-After of a service that is unavailable.
 
 
@@ -66,6 +52,8 @@ def answer(error: Exception, request_id: str = "") -> Response:
             message = "the service can't reach its database or storage now; try again"  # Hides internal addresses.
             if isinstance(error, NoSpace):
                 message, code = "the service's disk is full; try again once its operator has freed some", "no_space"
+        case StoredTooMuch():
+            status, code = 403, "storage_full"
         case JobError():
             status, code = 409, "conflict"
         case InvalidRequest():

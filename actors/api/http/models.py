@@ -31,10 +31,12 @@ class PresetModel(Object):
     """Where its numbers are from."""
     settings: dict[str, bool | float | str | list[float]]
     """What it sets, by a request's fields."""
+    with_references: bool
+    """Whether it is only for requests with `input_references`."""
 
 
 class Model(Object):
-    """What a model makes, and how: OpenAI's model object, and what stands after `owned_by` is ours."""
+    """What a model makes, and how: OpenAI's model object; fields after `owned_by` are extensions."""
 
     id: str
     """What a request writes in `model`."""
@@ -54,6 +56,17 @@ class Model(Object):
     """Whether a video may begin as another one, with `video` and, unless `continues_video`, `strength`."""
     continues_video: bool
     """Whether it then goes on after that one, with its motion, instead of changing its frames."""
+    continues_motion: bool
+    """Whether segments of `next_prompts` go on with the motion and the sound of the one before (`continue_by`)."""
+    references: dict[str, int]
+    """How many `input_references` of each kind a video may have: `image`, `video`, `audio`; empty if it takes none.
+
+    The sound of `follows_sound` isn't counted.
+    """
+    most_references: int
+    """How many it may have in all."""
+    follows_sound: bool
+    """Whether one sound among the `input_references` may become the video's, with `audio_mode` `lock_source`."""
     stages: list[str]
     """The stages that a video passes, in order."""
     defaults: dict[str, bool | float | str]
@@ -115,6 +128,10 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int, nam
         last_frames=spec.last_images,
         takes_video=spec.takes_video,
         continues_video=spec.continues_video,
+        continues_motion=spec.continues_video or spec.overlap is not None,
+        references=dict(spec.reference_counts),
+        most_references=spec.most_references,
+        follows_sound=spec.follows_sound,
         stages=list(spec.stages),
         defaults={"size": f"{width}x{height}"} | {NAMES.get(field, field): value for field, value in defaults.items()},
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],
@@ -135,4 +152,6 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int, nam
 
 def _preset(name: str, preset: Preset) -> PresetModel:
     settings = {NAMES.get(field, field): value for field, value in preset.settings if field != "loras"}
-    return PresetModel(name=name, about=preset.about, source=preset.source, settings=settings)
+    return PresetModel(
+        name=name, about=preset.about, source=preset.source, settings=settings, with_references=preset.with_references
+    )

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.api.core.create_video import NAMES, SETTINGS, Adapter, add_settings, describe_field
-from actors.api.core.planning import format_seconds
-from actors.jobs.stored_request import count_frames, count_segments
+from actors.jobs.stored_request import count_frames, count_segments, read_redo
 from actors.jobs.tables import Job
 from actors.jobs.values import PREVIEW, Status
 from wan_tpu.fields import type_of
+from wan_tpu.lengths import format_seconds
 from wan_tpu.request import FIELDS, FILLED, ORIGINAL, Defaults
 
 Variant = Literal[
@@ -20,7 +20,7 @@ Variant = Literal[
 ]
 # Fields of a video that a job, or a job's request, has under the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
-_OF_REQUEST = ("model", "prompt", "next_prompts", "loras", "last_frame_size", "video_size")
+_OF_REQUEST = ("model", "prompt", "next_prompts", "continue_by", "loras", "last_frame_size", "video_size")
 
 
 class Object(BaseModel):
@@ -58,13 +58,13 @@ class _Described(Object):
     expires_at: int | None
     """Unix seconds, when the video and its files are removed; null until it has ended."""
     prompt: str
-    """As it was asked for."""
+    """The prompt of the request."""
     size: str
     """WIDTHxHEIGHT in pixels."""
     seconds: str
     """Length in seconds of what is made, with the video that it continues."""
     remixed_from_video_id: str | None = None
-    """The video whose request it repeats with another prompt."""
+    """The video whose request it repeats with another prompt, or of which it makes one segment again."""
     error: VideoError | None
     """Why it failed; null unless it has."""
     priority: int
@@ -89,19 +89,28 @@ else:
 
 
 class Video(_WithSettings):
-    """OpenAI's video object. What stands after `expires_at` is ours.
+    """OpenAI's video object. Fields after `expires_at` are extensions.
 
     The settings are those that it is made with, those of its preset and of the model included.
     """
 
     next_prompts: list[str] = Field([])
     """The prompts of the segments after the first one."""
+    continue_by: Literal["motion", "frame"] | None = None
+    """What each of these segments takes from the one before, where that is its end: `motion`."""
+    redo_segment: int | None = None
+    """The only segment that is made again, counted from 1; null unless it is another video with a new segment."""
+    redo_seed: int | None = None
+    """That segment's seed."""
     finished_segments: int | None = None
     """How many of its segments are finished; null if it has only one."""
     stage: str | None = None
-    """The stage that computes now: `encoder`, `denoise_high`, `denoise_low`, `denoise` or `decoder`."""
+    """The stage that computes now: `encoder`, `denoise_high`, `denoise_low`, `denoise`, `denoise_ref`, `refine` or
+    `decoder`."""
     step: int | None = None
     """The last finished step of `num_inference_steps`."""
+    compiling: bool = False
+    """Whether it waits for its slice to compile a program, as the first video of a size does."""
     preview_step: int | None = None
     """The step that the variant `preview` of its content shows; null while there is none."""
     loras: list[Adapter] = Field([])
@@ -126,6 +135,10 @@ class Video(_WithSettings):
     """What its owner should know, such as that the prompt was cut."""
     stage_seconds: dict[str, float]
     """Seconds that each stage has computed, over all attempts."""
+    inference_time_s: float | None = None
+    """Their sum, once it has completed; vLLM-Omni's and SGLang's benchmarks read it."""
+    num_outputs: int | None = None
+    """1, once it has completed; SGLang's benchmark counts it."""
     chip_seconds: float
     """The same seconds times the chips of the slices, summed."""
     dollars: float | None
@@ -171,6 +184,8 @@ class KeyUsage(Object):
     """What all of them computed, in seconds of one chip."""
     dollars: float
     """What that costs, where the price of the chips is known."""
+    stored_bytes: int
+    """What the files of its jobs and its uploads take now, whatever the days."""
 
 
 class UsageList(Object):
@@ -207,8 +222,8 @@ class ErrorBody(Object):
 
 def to_video(job: Job, eta_s: float | None = None) -> Video:
     """Return a job, whose request is resolved, as OpenAI's video object."""
-    request = job.request
-    running = job.progress if job.status == "in_progress" else None
+    request, redo = job.request, read_redo(job.request)
+    running, completed = job.progress if job.status == "in_progress" else None, job.status == "completed"
     return Video(
         **{name: getattr(job, name) for name in _OF_JOB},
         **{name: request[name] for name in _OF_REQUEST if name in request},
@@ -218,7 +233,7 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         dollars=round(job.dollars, 4) or None,
         progress=_compute_percent(job),
         created_at=int(job.created_at),
-        completed_at=int(job.ended_at) if job.ended_at is not None and job.status == "completed" else None,
+        completed_at=int(job.ended_at) if job.ended_at is not None and completed else None,
         expires_at=int(job.expires_at) if job.expires_at is not None else None,
         size=f"{request['width']}x{request['height']}",
         seconds=format_seconds(count_frames(request) / request["fps"]),
@@ -226,12 +241,17 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
         input_size=request.get("input_size"),
         extended_from_video_id=request.get("extended_from"),
+        redo_segment=None if redo is None else redo.segment,
+        redo_seed=None if redo is None else redo.seed,
         finished_segments=_count_finished(job),
         stage=running.stage if running else None,
         step=running.step if running else None,
+        compiling=running is not None and running.compiles,
         preview_step=_read_preview_step(job),
         queue_position=job.position,
         eta_seconds=None if eta_s is None else round(eta_s, 1),
+        inference_time_s=round(sum(job.stage_seconds.values()), 3) if completed else None,
+        num_outputs=1 if completed else None,
     )
 
 

@@ -1,8 +1,7 @@
 """Complete /docs and /openapi.json with bodies, errors, examples and a general description."""
 
+from collections.abc import Callable
 from typing import Any
-
-from fastapi import FastAPI
 
 from actors.api.core.create_video import CreateVideo
 from actors.api.http.objects import ErrorBody, Video
@@ -89,11 +88,20 @@ def _describe_body(about: str, **examples: Any) -> dict[str, Any]:
 
 def describe_remix_body() -> dict[str, Any]:
     """Return the description of the body of a remix."""
-    prompt = CreateVideo.model_json_schema()["properties"]["prompt"]
-    schema = {"type": "object", "required": ["prompt"], "properties": {"prompt": prompt}}
+    return _describe_take("The new prompt.", "prompt")
+
+
+def describe_redo_body() -> dict[str, Any]:
+    """Return the description of the body of a segment that is made again."""
+    return _describe_take("The segment's prompt, and its seed; a random one if omitted.", "prompt", "seed")
+
+
+def _describe_take(about: str, *names: str) -> dict[str, Any]:
+    fields = CreateVideo.model_json_schema()["properties"]
+    schema = {"type": "object", "required": ["prompt"], "properties": {name: fields[name] for name in names}}
     example = {"prompt": "the same ball, in blue"}
     return {
-        "description": "The new prompt.",
+        "description": about,
         "required": True,
         "content": {"application/json": {"schema": schema, "example": example}},
     }
@@ -115,9 +123,9 @@ FINISHED: dict[int | str, dict[str, Any]] = CONTENT | {
 }
 
 
-def describe(app: FastAPI) -> None:
-    """Complete the application's description of itself."""
-    schema = app.openapi()
+def describe(generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the description that FastAPI generates of the application, completed."""
+    schema = generate()
     for path in schema["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI adds it, but here such requests get 400.
@@ -141,3 +149,4 @@ def describe(app: FastAPI) -> None:
         urls[name] = field | {"anyOf": [*field["anyOf"], {"type": "string", "format": "uri"}], "description": text}
     schemas["CreateVideoForm"] = create | {"title": "CreateVideoForm", "properties": create["properties"] | files}
     create["properties"] = create["properties"] | urls
+    return schema

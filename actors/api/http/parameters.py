@@ -83,5 +83,6 @@ def _check_idempotency_key(
 
 
 IdempotencyKey = Annotated[str | None, Depends(_check_idempotency_key)]
+SegmentNumber = Annotated[int, Path(ge=1, description="The segment's number, counted from 1.", examples=[2])]
 VideoId = Annotated[str, Path(description="The video's `id`.", examples=["video_" + "0" * 48])]
 Which = Annotated[Variant, Query(description="The video, a picture of it, or an image that it was asked for with.")]

@@ -15,7 +15,8 @@ from actors.api.core.intake import Accepted
 from actors.api.core.service import Service
 from actors.api.estimates import choose_poll_ms
 from actors.api.http.content import send
-from actors.api.http.error_answers import FAILURES, answer
+from actors.api.http.error_answers import answer
+from actors.api.http.job_failures import explain
 from actors.api.http.objects import Variant, Video, VideoDeleted, VideoList, to_video
 from actors.api.http.openapi import (
     CONTENT,
@@ -23,9 +24,20 @@ from actors.api.http.openapi import (
     describe_create_body,
     describe_errors,
     describe_extension_body,
+    describe_redo_body,
     describe_remix_body,
 )
-from actors.api.http.parameters import AnyCaller, Ender, IdempotencyKey, Maker, Served, VideoId, Watcher, Which
+from actors.api.http.parameters import (
+    AnyCaller,
+    Ender,
+    IdempotencyKey,
+    Maker,
+    SegmentNumber,
+    Served,
+    VideoId,
+    Watcher,
+    Which,
+)
 from actors.api.http.watching import watch
 from actors.api.variants import VARIANTS
 from actors.jobs.errors import JobNotFound, StoreUnavailable
@@ -88,7 +100,7 @@ async def create_and_wait(request: Request, service: Served, caller: Maker, key:
         return waiting
     request.state.job = job.id
     if job.status == "failed":
-        status = FAILURES.get(job.error_code or "", 500)  # A newer worker may know other codes.
+        status = explain(job.error_code).status
         # OpenAI's clients repeat 408, 409 and all from 500 on, which would have the same video computed again.
         headers = {} if status == 503 else {"x-should-retry": "false"}
         raise HttpError(status, f"{job.id} failed: {job.error_message}", code=job.error_code, headers=headers)
@@ -271,8 +283,26 @@ async def cancel(service: Served, video_id: VideoId, caller: Ender) -> Response:
 )
 async def remix(request: Request, service: Served, video_id: VideoId, caller: Maker, key: IdempotencyKey) -> Response:
     """Accept a video with the request of another one, its images and seed included, and a new prompt."""
-    accepted = await service.intake.remix(video_id, request, caller, key)
-    return await _answer_seen(request, await service.look_at_accepted(accepted.job))
+    return await _accept_again(request, service, video_id, caller, key)
+
+
+@router.post(
+    "/{video_id}/segments/{segment}/redo",
+    summary="Make one segment again",
+    response_description="The new video, queued.",
+    response_model=Video,
+    responses=_REFUSED | describe_errors(404),
+    openapi_extra={"requestBody": describe_redo_body()},
+)
+async def redo(
+    request: Request, service: Served, video_id: VideoId, segment: SegmentNumber, caller: Maker, key: IdempotencyKey
+) -> Response:
+    """Accept a video like another one, of which one segment, counted from 1, is made again, with a prompt and a seed.
+
+    It begins with the end of the segment before and ends as the old one did, so the segments around it stay. For videos
+    of several segments with `continue_by` motion.
+    """
+    return await _accept_again(request, service, video_id, caller, key, segment)
 
 
 class Events(EventSourceResponse):
@@ -338,6 +368,14 @@ async def _send_content(request: Request, service: Service, job: Job, variant: V
         raise HttpError(
             404, f"{job.id} no longer exists: it was deleted, or has expired", code="video_not_found"
         ) from None
+
+
+async def _accept_again(
+    request: Request, service: Service, video_id: str, caller: Caller, key: str | None, segment: int | None = None
+) -> Response:
+    """Accept a video, or a segment of it, to be made again."""
+    accepted = await service.intake.remix(video_id, request, caller, key, segment=segment)
+    return await _answer_seen(request, await service.look_at_accepted(accepted.job))
 
 
 async def _follow_to_end(service: Service, seen: EstimatedJob, caller: Caller) -> EstimatedJob:

@@ -1,4 +1,4 @@
-"""Decide which addresses the service may connect to on behalf of clients: only public ones."""
+"""Decide which addresses the service may connect to for clients: public ones, and those that its operator permits."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -23,6 +23,12 @@ _REFUSED: tuple[Network, ...] = tuple(
     )
 )
 
+# This machine and private networks. Link-local addresses aren't among them: there, clouds give credentials away.
+LOCAL: tuple[Network, ...] = tuple(
+    ipaddress.ip_network(network)
+    for network in ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+)
+
 
 def is_address(text: str) -> bool:
     """Return whether a host is an address and not a name."""
@@ -33,12 +39,13 @@ def is_address(text: str) -> bool:
     return True
 
 
-def explain_refusal(text: str, allowed: Sequence[Network] = ()) -> str | None:
+def explain_refusal(text: str, allowed: Sequence[Network] = (), *, only_allowed: bool = False) -> str | None:
     """Return why the service may not connect to an address, or None if it may.
 
     Args:
         text: The address.
         allowed: Networks that are permitted in any case, such as those of an operator's own image servers.
+        only_allowed: Whether public addresses are refused, too.
     """
     try:
         address = ipaddress.ip_address(text.partition("%")[0])  # Without an interface (fe80::1%eth0).
@@ -46,6 +53,8 @@ def explain_refusal(text: str, allowed: Sequence[Network] = ()) -> str | None:
         return "is not an address"
     if any(address in network for network in allowed):
         return None
+    if only_allowed:
+        return "is neither this machine nor in a private network"
     unicast = address.version == 4 or address in _IPV6
     if not unicast or not address.is_global or any(address in network for network in _REFUSED):
         return "is not a public address"

@@ -1,7 +1,7 @@
-"""HTTPS requests to URLs that clients name. They can't reach hosts that are accessible only from this machine.
+"""Requests to URLs that clients name. They can't reach hosts that are accessible only from this machine.
 
-Only https is used. Every address that a name resolves to is checked, and the connection goes to a checked address
-itself, so that a second look-up can't lead elsewhere.
+Only https is used, unless an operator permits more for development. Every address that a name resolves to is checked,
+and the connection goes to a checked address itself, so that a second look-up can't lead elsewhere.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ _MOST_REDIRECTS = 3
 _MAX_URL = 8192  # Characters. Signed URLs of object stores have up to some 3,000.
 _MAX_HOST = 253  # Characters of a DNS name in its text form (RFC 1035, section 2.3.4).
 _TRUST_LOCK = threading.Lock()  # Lets callers wait for the one context while it is being created.
+_PORTS = {"https": 443, "http": 80}  # The port of a URL that names none.
 _SIZE = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
@@ -39,26 +40,24 @@ class FetchError(InvalidRequest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchSettings:
-    """What may be fetched.
+    """What may be fetched."""
 
-    Attributes:
-        subject: What a URL refers to, for messages.
-        max_bytes: The largest content.
-        timeout_s: Limit on the whole request: names, connections, redirects and content.
-        ports: Ports that a URL may name.
-        allowed: Networks that may be reached although they aren't public, such as an operator's own image servers.
-        resolver: Returns the addresses of a host's name. By default the system's resolver is used, which owners of
-            requests get in turn.
-        trust: Certificates that servers are checked against; by default the system's.
-    """
-
-    subject: str = "image"
+    subject: str = "image"  # What a URL refers to, for messages, and the type that is asked for: image, video or audio.
     max_bytes: int = 20_000_000
+    # Limit on the whole request: names, connections, redirects and content.
     timeout_s: float = ReliabilitySettings.fetch_s
     ports: frozenset[int] = frozenset({443})
+    # Networks that may be reached although they aren't public, such as an operator's own image servers.
     allowed: tuple[Network, ...] = ()
+    local: tuple[Network, ...] = ()  # Networks that may be reached over http and on any port, too.
+    # Returns the addresses of a host's name. By default the system's resolver is used, which owners of requests get in
+    # turn.
     resolver: Callable[[str, int], Awaitable[list[str]]] | None = None
-    trust: ssl.SSLContext | None = None
+    trust: ssl.SSLContext | None = None  # Certificates that servers are checked against; by default the system's.
+
+    def explain_refusal(self, address: str, port: int) -> str | None:
+        """Return why a port of an address may not be connected to, or None if it may."""
+        return explain_refusal(address, (*self.allowed, *self.local), only_allowed=port not in self.ports)
 
 
 def load_default_trust() -> ssl.SSLContext:
@@ -90,23 +89,26 @@ def check_url(url: str, settings: FetchSettings) -> httpcore.URL:
                 f"the {subject}'s URL has a host name of more than {_MAX_HOST} characters, which can't exist; check "
                 "the URL"
             )
-        host, port = (parts.hostname or "").encode("idna").decode(), parts.port or 443
+        host = (parts.hostname or "").encode("idna").decode()
+        port = parts.port or _PORTS.get(parts.scheme, 0)
     except ValueError as error:  # UnicodeError is a subclass.
         raise FetchError(f"the {subject}'s URL can't be read ({error}); give one such as https://host/path") from None
-    if parts.scheme != "https":
-        raise FetchError(f"the {subject}'s URL begins with {parts.scheme[:20]!r}; only https:// URLs are used")
+    schemes = ("https", "http") if settings.local else ("https",)
+    if parts.scheme not in schemes:
+        used = " and ".join(f"{scheme}://" for scheme in schemes)
+        raise FetchError(f"the {subject}'s URL begins with {parts.scheme[:20]!r}; only {used} URLs are used")
     if not host:
         raise FetchError(f"the {subject}'s URL names no host; give one such as https://host/path")
     if parts.username is not None or parts.password is not None:
         raise FetchError(f"the {subject}'s URL has a user or password in it; give one without")
-    if port not in settings.ports:
+    if port not in settings.ports and not settings.local:
         raise FetchError(f"the {subject}'s URL has port {port}; allowed: {', '.join(map(str, sorted(settings.ports)))}")
-    if is_address(host) and (problem := explain_refusal(host, settings.allowed)):
+    if is_address(host) and (problem := settings.explain_refusal(host, port)):
         raise FetchError(f"{host} {problem}; only the public internet is allowed")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not (host + target).isascii() or not (host + target).isprintable():
         raise FetchError(f"the {subject}'s URL has characters that must be percent-encoded; encode them")
-    return httpcore.URL(scheme="https", host=host, port=port, target=target)
+    return httpcore.URL(scheme=parts.scheme, host=host, port=port, target=target)
 
 
 class Answer:
@@ -144,11 +146,9 @@ async def request(
     """Send a request and yield the answer, before its content is read.
 
     Args:
-        method: The method, such as "GET".
         url: An https URL.
         settings: What may be fetched. The caller applies its time limit.
         headers: Headers in addition to those that every request has.
-        content: The request's content.
         owner: Who the request is for. Owners get the resolver in turn.
 
     Yields:
@@ -162,7 +162,7 @@ async def request(
     host, port = target.host.decode(), target.port
     authority = f"[{host}]" if ":" in host else host
     common = {
-        "Host": authority if port == 443 else f"{authority}:{port}",
+        "Host": authority if port == _PORTS[target.scheme.decode()] else f"{authority}:{port}",
         "User-Agent": "wan-tpu",
         "Connection": "close",
     }
@@ -218,8 +218,6 @@ async def fetch(url: str, settings: FetchSettings, output: IO[bytes], *, owner: 
     """Fetch the file at an https URL into another one. Each redirect is checked anew.
 
     Args:
-        url: The URL.
-        settings: What may be fetched.
         output: A file in memory or on a fast disk, since it is written to in the event loop.
         owner: Who it is for. Owners get the resolver in turn.
 
@@ -292,7 +290,7 @@ class CheckedNetwork(httpcore.AnyIOBackend):
             ) from None
         for address in addresses:
             # The address isn't quoted, since it would reveal what names of this network resolve to.
-            if problem := explain_refusal(address, self._settings.allowed):
+            if problem := self._settings.explain_refusal(address, port):
                 raise FetchError(f"{host} {problem}; only the public internet is allowed")
         if not addresses:
             raise FetchError(f"the name {host} has no address; check the {self._settings.subject}'s URL")

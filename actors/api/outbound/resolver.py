@@ -37,13 +37,7 @@ class Resolver:
         self.turns, self._look_up = FairSemaphore(threads, threads_of_an_owner), look_up
 
     async def resolve(self, host: str, port: int, owner: str) -> list[str]:
-        """Return all addresses of a name; raises `OSError` if it has none.
-
-        Args:
-            host: The name.
-            port: The port to connect to.
-            owner: Who the name is looked up for, such as the id of an API key.
-        """
+        """Return all addresses of a name, looked up for an owner such as a key; raises `OSError` if it has none."""
         await self.turns.enter(owner)
         addresses, loop, start = Future[list[str]](), asyncio.get_running_loop(), time.monotonic()
         addresses.set_running_or_notify_cancel()  # From here on, it can't be cancelled.

@@ -158,7 +158,6 @@ def read_secret(file: Path, *, make: bool = False) -> bytes:
     """Read the secret of a file that contains "whsec_" and base64.
 
     Args:
-        file: The file.
         make: Whether to create the file with a new secret if it doesn't exist.
 
     Raises:

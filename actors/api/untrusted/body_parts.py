@@ -7,26 +7,31 @@ from typing import Any
 from actors.api.untrusted.dialects import translate
 from actors.api.untrusted.forms import MAX_FIELDS, nest, read_form, read_urlencoded
 from actors.api.untrusted.json_text import loads
-from actors.api.untrusted.references import FILES, IMAGE, VIDEO, read_reference, read_video_reference
+from actors.api.untrusted.references import (
+    FILES,
+    IMAGE,
+    REFERENCES,
+    VIDEO,
+    name_reference,
+    read_reference,
+    read_references,
+    read_video_reference,
+)
 from wan_tpu.errors import InvalidRequest
 
 JSON, FORM, URLENCODED = "application/json", "multipart/form-data", "application/x-www-form-urlencoded"
-PICTURE, CLIP = "image", "video"
-WRAPPED = {PICTURE: IMAGE, CLIP: VIDEO}  # The field of a file that comes without a body, by its content type.
+PICTURE, CLIP, MEDIUM = "image", "video", "reference"
+# The field of a file that comes without a body, by its content type.
+WRAPPED = {PICTURE: IMAGE, CLIP: VIDEO, MEDIUM: name_reference(0)}
 _MAX_TEXT = 500_000  # Characters of all fields as JSON.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a body.
+    """The parts of a body."""
 
-    Attributes:
-        text: The fields except files, as JSON.
-        uploads: The files, by the name of the field.
-    """
-
-    text: str = "{}"
-    uploads: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    text: str = "{}"  # The fields except files, as JSON.
+    uploads: dict[str, bytes] = dataclasses.field(default_factory=dict)  # The files, by the name of the field.
 
 
 def parse_media_type(content_type: str) -> str:
@@ -42,7 +47,8 @@ def split_body(content_type: str, body: bytes) -> Parts:
     try:
         if kind == JSON:
             return _split_fields(loads(body))
-        fields = read_urlencoded(body, FILES) if kind == URLENCODED else read_form(content_type, body, FILES)
+        names = *FILES, REFERENCES
+        fields = read_urlencoded(body, names) if kind == URLENCODED else read_form(content_type, body, names)
         return _split_fields(nest(fields))
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply; send the fields as /docs describes them") from None
@@ -64,6 +70,14 @@ def _split_fields(body: Any) -> Parts:
                 uploads[name] = reference
             else:
                 body[name] = {"image_url": reference} if isinstance(reference, str) else reference
+        if REFERENCES in body:
+            references = read_references(body[REFERENCES])
+            body[REFERENCES] = []
+            for index, (kind, file, with_sound) in enumerate(references):
+                url = None if isinstance(file, bytes) else file
+                body[REFERENCES].append({"kind": kind, "url": url, "with_sound": with_sound})
+                if isinstance(file, bytes):
+                    uploads[name_reference(index)] = file
     text = json.dumps(body, ensure_ascii=False)
     if len(text) > _MAX_TEXT:
         raise InvalidRequest(

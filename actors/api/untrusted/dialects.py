@@ -7,14 +7,13 @@ compares all fields.
 
 from typing import Any
 
-from actors.api.untrusted.references import IMAGE, LAST
+from actors.api.untrusted.references import IMAGE, LAST, REFERENCES
 from wan_tpu.errors import InvalidRequest
 
 # Our field with the same meaning, by another server's.
 _SAME = {
     "flow_shift": "shift",  # vLLM-Omni, SGLang
     "duration": "seconds",  # OpenRouter
-    "image_reference": IMAGE,  # vLLM-Omni
     "reference_url": IMAGE,  # SGLang
     "generate_sound": "generate_audio",  # vLLM-Omni
 }
@@ -41,10 +40,6 @@ _INSTEAD = {
     "boundary_ratio": "name the low-noise expert's first step with switch_step",
     "true_cfg_scale": "it is guidance_scale here",
     "callback_url": "it is webhook_url here, and is called as Standard Webhooks say",
-    "input_references": f"{IMAGE} is the first frame, {LAST} the last; these models take no other images",
-    "video_reference": "a video to be restyled is `video`, for models that take one; POST /v1/videos/extensions "
-    "continues one",
-    "audio_reference": "these models hear nothing; leave it out",
     "audio_flow_shift": "the sound's shift is the model's own; leave it out",
     "output_path": "the video is at GET /v1/videos/{id}/content once it has completed; leave it out",
     "lora": 'it is a list here: loras=[{"name": "NAME", "scale": 1.0}], with names that GET /v1/models shows',
@@ -53,7 +48,12 @@ _INSTEAD = {
     "frames": "it is num_frames here",
     "output_format": "videos are mp4 files; leave it out",
 }
-_TASKS = ("t2va", "fl2va")  # MiniMax-H3's tasks that exist here: from a text, and from a first or last frame.
+_REFERENCE_TASK = "ref2va"  # MiniMax-H3's task with references.
+_TASKS = ("t2va", "fl2va", _REFERENCE_TASK)
+# vLLM-Omni's lists of references, in the order in which its server reads them.
+_LISTS = ("image_reference", "video_reference", "audio_reference")
+# SGLang's conditions that are references, by their type. A "video" is one without its sound.
+_CONDITIONS = {"image": "image_url", "video": "video_url", "video_audio": "video_url", "audio": "audio_url"}
 _KEYFRAMES = {"0": IMAGE, "-1": LAST}  # By their index in a request of MiniMax.
 # Sizes of MiniMax-H3's videos by aspect ratio, whose short side is that of its own size. "auto" is its image's shape.
 _SHORT_EDGE = 768
@@ -83,6 +83,7 @@ def translate(fields: dict[str, Any]) -> dict[str, Any]:
     if "frame_images" in body:
         _set_frames(body, body.pop("frame_images"))
     _translate_minimax(body)
+    _translate_lists(body)
     for name in [name for name in body if name in _NOTHING or name in _INSTEAD]:
         harmless = _NOTHING.get(name, ())
         if harmless is not None and str(body[name]).lower() not in harmless:
@@ -109,21 +110,31 @@ def _translate_minimax(body: dict[str, Any]) -> None:
     task = body.pop("task", None)
     if task is not None and task not in _TASKS:
         raise InvalidRequest(
-            f"there is no field 'task': {IMAGE} makes a video from its first frame, {LAST} from its last; without them "
-            "it is made from the text. Reference images, videos and sounds (ref2va) aren't supported",
+            f"there is no field 'task': {IMAGE} makes a video from its first frame, {LAST} from its last, {REFERENCES} "
+            "from other images, videos and sounds; without them it is made from the text",
             "task",
         )
     conditions = body.pop("conditions", [])
+    references = []
     for condition in conditions if isinstance(conditions, list) else [conditions]:
         keys = condition if isinstance(condition, dict) else {}
+        if keys.get("role") == "reference":
+            references.append(_read_condition(keys))
+            continue
         name = _KEYFRAMES.get(str(keys.get("frame_index")))
         if name is None or (keys.get("type"), keys.get("role")) != ("image", "keyframe"):
             raise InvalidRequest(
-                f"of conditions, only images with the role keyframe and a frame_index of 0 ({IMAGE}) or -1 ({LAST}) "
-                "are accepted",
+                f"of conditions, only references are accepted, and images with the role keyframe and a frame_index of "
+                f"0 ({IMAGE}) or -1 ({LAST})",
                 "conditions",
             )
         _set(body, name, keys.get("uri", ""), "conditions")
+    if references:
+        _set(body, REFERENCES, references, "conditions")
+    if task == _REFERENCE_TASK and not any(name in body for name in (REFERENCES, *_LISTS)):
+        raise InvalidRequest(f"task is {task!r}, but there is no reference; send {REFERENCES}", "task")
+    if task == _REFERENCE_TASK and "image_reference" in body:
+        _set(body, REFERENCES, _join_lists(body), "image_reference")
     target = body.pop("target", {})
     if not isinstance(target, dict) or not target.keys() <= {"duration_seconds", "aspect_ratio", "short_edge"}:
         raise InvalidRequest("there is no field 'target': give `seconds` and `size`", "target")
@@ -138,6 +149,34 @@ def _translate_minimax(body: dict[str, Any]) -> None:
         )
     if (size := _SIZES[ratio]) is not None:
         _set(body, "size", size, "target")
+
+
+def _read_condition(condition: dict[str, Any]) -> dict[str, Any]:
+    """Return one of SGLang's references as one of ours; raises `InvalidRequest`."""
+    kind = condition.get("type")
+    if kind not in _CONDITIONS or not condition.keys() <= {"type", "role", "uri"}:
+        raise InvalidRequest(
+            f"of conditions, references have a type of {', '.join(_CONDITIONS)} and a uri, and apply to the whole "
+            "video; leave other fields out",
+            "conditions",
+        )
+    return {_CONDITIONS[kind]: condition.get("uri", ""), **({"with_sound": False} if kind == "video" else {})}
+
+
+def _translate_lists(body: dict[str, Any]) -> None:
+    """Replace vLLM-Omni's lists of references. A single image alone is the first frame, as its server has it."""
+    images = body.get("image_reference")
+    several = isinstance(images, list) and len(images) > 1
+    if several or any(name in body for name in _LISTS[1:]):
+        _set(body, REFERENCES, _join_lists(body), _LISTS[0] if several else _LISTS[1])
+    elif images is not None:
+        _set(body, IMAGE, body.pop("image_reference"), "image_reference")
+
+
+def _join_lists(body: dict[str, Any]) -> list[Any]:
+    """Remove vLLM-Omni's lists from a body, and return them as one: images, videos, sounds."""
+    lists = [body.pop(name, []) for name in _LISTS]
+    return [part for values in lists for part in (values if isinstance(values, list) else [values])]
 
 
 def _set(body: dict[str, Any], name: str, value: Any, source: str) -> None:

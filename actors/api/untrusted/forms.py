@@ -18,7 +18,12 @@ from actors.api.untrusted.json_text import loads
 from wan_tpu.errors import InvalidRequest
 
 LISTS_OF_TEXTS = ("next_prompts",)
-LISTS = ("loras", "sigmas", *LISTS_OF_TEXTS)  # Fields that are lists even if they were sent only once.
+LISTS = (
+    "loras",
+    "sigmas",
+    "input_references",
+    *LISTS_OF_TEXTS,
+)  # Fields that are lists even if they were sent only once.
 TEXTS = ("prompt", "negative_prompt")  # Fields whose text is taken literally, even "" and "null".
 MAX_FIELDS = 70  # A form may send each of 29 `next_prompts` as a field of its own.
 _FIELD_BYTES = 200_000  # Enough for a prompt of 32,000 characters in UTF-8.
@@ -37,7 +42,6 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
 
     Args:
         content_type: The header, which names the boundary between the parts.
-        body: The whole form.
         files: The fields that may be files, by their names without brackets.
 
     Raises:

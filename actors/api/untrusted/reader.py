@@ -14,11 +14,11 @@ from typing import IO, Any, NoReturn, TypeVar
 
 from actors.api.fair_semaphore import FairSemaphore
 from actors.api.limits import ServiceLimits
-from actors.api.untrusted.body_parts import CLIP, PICTURE, Parts
+from actors.api.untrusted.body_parts import CLIP, MEDIUM, PICTURE, Parts
 from actors.api.untrusted.memory_file import open_memory_file
 from actors.api.untrusted.reader_limits import ReaderLimits
 from actors.api.untrusted.reader_process import END, LENGTH, REFUSED
-from actors.api.untrusted.references import IMAGE, VIDEO
+from actors.api.untrusted.references import IMAGE, MOST_REFERENCES, REFERENCES, VIDEO
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.shown import Fit
 
@@ -32,26 +32,20 @@ def ignore(_size: int) -> None:
 
 
 class Reading:
-    """The content that a process has read.
+    """The content that a process has read."""
 
-    Attributes:
-        parts: The fields. Files stay in the process.
-        uploads: SHA-256 of each file, by the name of its field.
-        sizes: (height, width) of each image and video, likewise.
-    """
-
-    def __init__(self, run: "_Run", answer: dict[str, Any], limits: ServiceLimits) -> None:
+    def __init__(self, run: "_TimedProcess", answer: dict[str, Any], limits: ServiceLimits) -> None:
         self._run, self._limits = run, limits
-        self.parts = Parts(text=answer["text"])
-        self.uploads: dict[str, str] = answer["uploads"]
+        self.parts = Parts(text=answer["text"])  # The fields. Files stay in the process.
+        self.uploads: dict[str, str] = answer["uploads"]  # SHA-256 of each file, by the name of its field.
+        # (height, width) of each image and video, likewise.
         self.sizes: dict[str, tuple[int, int]] = {name: (size[0], size[1]) for name, size in answer["sizes"].items()}
+        self.kinds: dict[str, str] = answer["kinds"]  # What each reference is, likewise.
 
     async def make_picture(self, fit: Fit, name: str = IMAGE, *, count: Count = ignore) -> bytes:
         """Return an image as an RGB PNG that this program has encoded itself. Each image can be taken once.
 
         Args:
-            fit: The size to fit it to.
-            name: The image's field.
             count: Called with the size of the PNG before it is loaded here. Its exceptions pass through.
 
         Raises:
@@ -84,6 +78,18 @@ class Reading:
         last, _ = await self._make({"name": END}, count)
         return content, frames, last
 
+    async def make_reference(
+        self, name: str, kind: str, height: int, width: int, *, with_sound: bool = True, count: Count = ignore
+    ) -> bytes:
+        """Return a reference as a PNG or an mp4 of a size, or a wav, that this program has encoded itself.
+
+        Each can be taken once. It raises `InvalidRequest` if the process has used up its resources.
+        """
+        self._run.extend(self._limits.video_wait_s)
+        options = {"name": name, "kind": kind, "height": height, "width": width, "with_sound": with_sound}
+        content, _ = await self._make(options, count)
+        return content
+
     async def _make(self, options: dict[str, Any], count: Count) -> tuple[bytes, int]:
         length, frames = await self._run.wait_for(self._run.child.make, options)
         count(length)
@@ -113,13 +119,14 @@ class Reader:
         size = content.seek(0, os.SEEK_END)
         if content_type == PICTURE and size > self.limits.image_bytes:
             raise InvalidRequest(f"the image has more than {self.limits.image_bytes} bytes; shrink it first", IMAGE)
-        if content_type == CLIP and size > self.limits.video_bytes:
-            raise InvalidRequest(f"the video has more than {self.limits.video_bytes} bytes; shrink it first", VIDEO)
+        if content_type in (CLIP, MEDIUM) and size > self.limits.video_bytes:
+            field = VIDEO if content_type == CLIP else REFERENCES
+            raise InvalidRequest(f"the {content_type} has more than {self.limits.video_bytes} bytes; shrink it", field)
         content.seek(0)
         in_thread = asyncio.get_running_loop().run_in_executor
         async with self._turns.take_turn(key):
             child = await in_thread(self._threads, _Child, self.limits, content.fileno())
-            run = _Run(child, self._threads, self.limits.reader_s)
+            run = _TimedProcess(child, self._threads, self.limits.reader_s)
             try:
                 yield Reading(run, await run.wait_for(child.ask, content_type), self.limits)
             finally:
@@ -127,14 +134,13 @@ class Reader:
                 await asyncio.shield(in_thread(self._threads, child.close))
 
 
-class _Run:
+class _TimedProcess:
     """A process and the time it has left. Only the time in which something waits for it counts."""
 
     def __init__(self, child: "_Child", threads: ThreadPoolExecutor, left_s: float) -> None:
         self.child, self._threads, self._left_s = child, threads, left_s
 
     def extend(self, seconds: float) -> None:
-        """Give the process more time."""
         self._left_s += seconds
 
     async def wait_for(self, ask: Callable[[Any], T], message: Any) -> T:
@@ -159,11 +165,14 @@ class _Child:
     """
 
     def __init__(self, limits: ServiceLimits, content: int) -> None:
-        with open_memory_file() as scratch:
-            os.ftruncate(scratch.fileno(), limits.video_bytes)
+        with contextlib.ExitStack() as stack:
+            # How many files the content has is known only to the process. A file that stays empty takes no memory.
+            scratch = [stack.enter_context(open_memory_file()).fileno() for _ in range(1 + MOST_REFERENCES)]
+            for descriptor in scratch:
+                os.ftruncate(descriptor, limits.video_bytes)
             process_limits = ReaderLimits(
                 file=content,
-                scratch=scratch.fileno(),
+                scratch=tuple(scratch),
                 memory=limits.reader_bytes,
                 cpu_s=limits.reader_cpu_s,
                 video_cpu_s=limits.video_cpu_s,
@@ -172,7 +181,7 @@ class _Child:
             )
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", _CHILD, json.dumps(dataclasses.asdict(process_limits))],
-                pass_fds=[process_limits.file, process_limits.scratch],
+                pass_fds=[process_limits.file, *process_limits.scratch],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -2,15 +2,21 @@
 
 import base64
 import binascii
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from actors.jobs.values import is_id
 from wan_tpu.errors import InvalidRequest
 
 IMAGE, LAST, VIDEO = "input_reference", "last_frame", "video"
-IMAGES = (IMAGE, LAST)
-FILES = (*IMAGES, VIDEO)  # Fields that may be files.
+IMAGE_FIELDS = (IMAGE, LAST)
+FILES = (*IMAGE_FIELDS, VIDEO)  # Fields that are a file.
+REFERENCES = "input_references"  # A field that is a list of files.
+MOST_REFERENCES = 20  # Of a body. Models take fewer.
+# What a reference is, by its type in OpenRouter's and vLLM-Omni's APIs, and the key of its URL.
+_VIDEO_URL = "video_url"
+_KINDS = {"image_url": "image", _VIDEO_URL: "video", "audio_url": "audio"}
+_WITH_SOUND = "with_sound"  # The key that says whether a video's sound is a reference as well.
 _HEAD = 200  # Maximum characters of a data URL before its content.
 # Keys of the objects for images in OpenAI's and OpenRouter's APIs.
 _KEYS = {"image_url", "url", "type", "detail", "file_id"}
@@ -22,7 +28,6 @@ def read_reference(value: Any, name: str) -> bytes | str:
     Args:
         value: A file's bytes; a URL; {"image_url": URL}; {"type": "image_url", "image_url": {"url": URL}}; or a list of
             one of these.
-        name: The field, for error messages.
     """
     if isinstance(value, list):
         if len(value) != 1:
@@ -75,9 +80,74 @@ def read_video_reference(value: Any) -> bytes | dict[str, str]:
     return {"video_url": value}
 
 
+def name_reference(index: int) -> str:
+    """Return the name of the file of one of the references."""
+    return f"{REFERENCES}.{index}"
+
+
+class SentReference(NamedTuple):
+    """A reference as a body has it.
+
+    Attributes:
+        kind: What it is; None for a file, which says that itself.
+        file: Its content or its URL.
+        with_sound: Whether a video's sound belongs to it.
+    """
+
+    kind: str | None
+    file: bytes | str
+    with_sound: bool = True
+
+
+def read_references(values: Any) -> list[SentReference]:
+    """Return the references of a body.
+
+    Args:
+        values: A list, or a single one, of: a file's bytes; {"type": "image_url", "image_url": {"url": URL}}, likewise
+            with video_url and audio_url; the same without type, or with a URL in place of the inner object. A video
+            may have "with_sound": false.
+
+    Raises:
+        InvalidRequest: One of them has another form.
+    """
+    values = values if isinstance(values, list) else [values]
+    if len(values) > MOST_REFERENCES:
+        raise InvalidRequest(
+            f"{REFERENCES} has {len(values)} files; at most {MOST_REFERENCES} are accepted", REFERENCES
+        )
+    return [_read_part(value, index) for index, value in enumerate(values)]
+
+
+def _read_part(value: Any, index: int) -> SentReference:
+    if isinstance(value, bytes):
+        return SentReference(None, value)
+    name = name_reference(index)
+    keys = value.keys() & _KINDS.keys() if isinstance(value, dict) else set()
+    own = {*keys, "type", *({_WITH_SOUND} if keys == {_VIDEO_URL} else ())}
+    if len(keys) != 1 or not value.keys() <= own or value.get("type") not in (None, *keys):
+        raise InvalidRequest(f"{name} isn't a reference; {_REFERENCE_FORMS}", REFERENCES)
+    [key] = keys
+    url, with_sound = value[key], value.get(_WITH_SOUND, True)
+    if isinstance(url, dict) and url.keys() <= {"url", "detail", "format"}:
+        url = url.get("url")
+    if not isinstance(url, str):
+        raise InvalidRequest(f"{name} has no URL; {_REFERENCE_FORMS}", REFERENCES)
+    if not isinstance(with_sound, bool):
+        raise InvalidRequest(f"{name}: {_WITH_SOUND} is {with_sound!r}; give true or false", REFERENCES)
+    if _is_data(url):
+        return SentReference(_KINDS[key], _decode_data(url, _KINDS[key], REFERENCES), with_sound)
+    if url.partition("://")[0].lower() not in ("http", "https"):
+        raise InvalidRequest(f"{name} is neither a file nor a URL; {_REFERENCE_FORMS}", REFERENCES)
+    return SentReference(_KINDS[key], url, with_sound)
+
+
 def decode_data_url(url: str, name: str = IMAGE) -> bytes:
     """Return the content of a data: URL (RFC 2397); raises `InvalidRequest`."""
-    subject, example = ("video", "video/mp4") if name == VIDEO else ("image", "image/png")
+    return _decode_data(url, "video" if name == VIDEO else "image", name)
+
+
+def _decode_data(url: str, subject: str, name: str) -> bytes:
+    example = {"video": "video/mp4", "audio": "audio/wav"}.get(subject, "image/png")
     head, comma, encoded = url.partition(",")
     if not comma or len(head) > _HEAD or not _is_data(head):
         raise InvalidRequest(f"the {subject} isn't a data URL; give one such as data:{example};base64,iVBORw0...", name)
@@ -94,6 +164,12 @@ def decode_data_url(url: str, name: str = IMAGE) -> bytes:
 _VIDEO_FORMS = (
     'send a file in a form, or in JSON {"id": "video_..."} for a video of this service, {"video_url": "https://..."}, '
     'or "data:video/mp4;base64,..."'
+)
+
+
+_REFERENCE_FORMS = (
+    'send files in a form, or in JSON a list of {"type": "image_url", "image_url": {"url": "https://..."}}, or of '
+    "video_url or audio_url in its place"
 )
 
 

@@ -14,6 +14,7 @@ from actors.api.worker.job_files import JobFiles
 from actors.api.worker.making import JobResults, VideoMaker
 from actors.api.worker.progress import Tracker
 from actors.jobs.errors import LeaseLost, StoreUnavailable
+from actors.jobs.stored_request import count_left, count_made_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import INTERNAL_ERROR, LOST
 from actors.observe.logs import log_event
@@ -22,17 +23,11 @@ from actors.observe.span import Span
 log = logging.getLogger(__name__)
 
 
-class Attempt:
+class JobAttempt:
     """One job, from its claim until this worker has ended it or given it back."""
 
     def __init__(self, context: WorkerContext, job: Job, pause: Callable[[float], Awaitable[None]]) -> None:
-        """Set up the attempt.
-
-        Args:
-            context: What the worker's process shares.
-            job: The claimed job.
-            pause: Stops new claims for a number of seconds, and returns when no claim is under way.
-        """
+        # `pause` stops new claims for a number of seconds, and returns when no claim is under way.
         self._context, self._job, self._pause = context, job, pause
         self._queue, self._limits = context.queue, context.settings.reliability
         self._chips = context.settings.chips
@@ -79,7 +74,8 @@ class Attempt:
 
     @property
     def _headway(self) -> int:
-        return len(self._job.segments) + (self._job.made is not None)
+        request = self._job.request
+        return count_made_segments(request) - count_left(request, self._job.finished_segments)
 
     def _note(self, span: Span) -> None:
         self._tracker.note(span)

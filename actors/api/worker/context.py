@@ -33,7 +33,7 @@ class WorkerContext:
         snapshots: The snapshots of unfinished jobs that the engine has stored.
         traces: Exports traces of jobs that have ended; None if traces are off.
         held: Counts the bytes of videos that the process holds.
-        previews: Whether to make pictures of the videos. A simulated service makes none, for speed.
+        pictures: Whether to make pictures of the videos. A simulated service makes none, for speed.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class WorkerContext:
         snapshots: Snapshots,
         *,
         traces: Traces | None = None,
-        previews: bool = True,
+        pictures: bool = True,
     ) -> None:
         """Open everything; raises `InvalidInput` if something can't be used."""
         self.settings, self.engine, self.snapshots = settings, engine, snapshots
-        self.traces, self.previews, self.meters = traces, previews, Meters()
+        self.traces, self.pictures, self.meters = traces, pictures, Meters()
         self.database = open_database(settings.database)
         self.store = JobStore(self.database)
         self.storage = open_storage(settings.storage)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from actors.api.worker.previews import BrokenVideo
+from actors.api.worker.thumbnails import BrokenVideo
 from actors.errors import RequestFailed
 from actors.jobs.values import BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR, INVALID
 from wan_tpu.errors import InvalidRequest, WanTpuError

@@ -196,7 +196,7 @@ class Fragments:
     async def _store_next(self) -> bool:
         """Store what comes next, if it is there; return whether something was."""
         index = self._finished
-        if self._job.made is not None and not self._has_begun:
+        if self._job.last_segment is not None and not self._has_begun:
             return False  # Clients get the finished file.
         if index < len(self._parts) and index not in self._live:
             await self._store_part(self._parts[index])
@@ -270,10 +270,10 @@ class Fragments:
         if new := wanted[reused:]:
             self._context.settings.limits.check_disk(self._context.storage)
             names = [fragment.name for fragment in new]
-            await insist(queue.announce, self._job, names)
+            to_write = dict(zip(names, contents[len(stored) + reused :], strict=True))
+            await insist(queue.announce, self._job, {name: len(content) for name, content in to_write.items()})
             self.unwritten.update(names)
-            to_write = zip(names, contents[len(stored) + reused :], strict=True)
-            await asyncio.gather(*(asyncio.to_thread(self._write, *item) for item in to_write))
+            await asyncio.gather(*(asyncio.to_thread(self._write, *item) for item in to_write.items()))
             await insist(queue.publish_fragments, self._job, new)
         self._digests += [fragment.digest for fragment in wanted]
         return True

@@ -10,20 +10,16 @@ LIMIT_BYTES = 512 * 2**20
 
 
 class HeldBytes:
-    """Counts bytes against one limit; any thread may use it. No more jobs are claimed while they exceed it.
+    """Counts bytes against one limit; any thread may use it. No more jobs are claimed while they exceed it."""
 
-    Attributes:
-        total: The bytes that are held now.
-    """
-
-    def __init__(self, limit: int = LIMIT_BYTES) -> None:
-        self.total = 0
-        self._limit, self._lock = limit, threading.Lock()
+    def __init__(self) -> None:
+        self.total = 0  # The bytes that are held now.
+        self._lock = threading.Lock()
 
     @property
     def is_full(self) -> bool:
         """Whether the limit is reached."""
-        return self.total >= self._limit
+        return self.total >= LIMIT_BYTES
 
     @contextlib.contextmanager
     def hold(self, size: int) -> Iterator[None]:

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.api.retrying import back_off, retry
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.failures import InputGone
 from actors.errors import PipelineError
 from actors.jobs.errors import CommitUncertain, LeaseLost, StoreUnavailable
 from actors.jobs.tables import Job
 from actors.observe.logs import log_event
+from actors.retrying import back_off, retry
 from wan_tpu.errors import Unavailable
 from wan_tpu.media.temporary import open_folder
 from wan_tpu.storage.base import Missing, StorageError
@@ -33,14 +33,7 @@ class JobFiles:
     """Reads and writes a job's files, and insists while database or storage are unavailable."""
 
     def __init__(self, context: WorkerContext, job: Job, pause: Callable[[float], Awaitable[None]]) -> None:
-        """Set up without a folder.
-
-        Args:
-            context: What the worker's process shares.
-            job: The claimed job.
-            pause: Stops new claims for a number of seconds.
-        """
-        self._context, self._job, self._pause = context, job, pause
+        self._context, self._job, self._pause = context, job, pause  # The last one stops new claims for some seconds.
         self._storage, self._limits = context.storage, context.settings.reliability
         self._folder: Path | None = None
 
@@ -88,12 +81,13 @@ class JobFiles:
                 `fetch` looks.
             part: The part of the job's video that they belong to; None for the whole.
         """
-        names = {}
+        names, sizes = {}, {}
         for key, (ending, content) in contents.items():
             digest = (await asyncio.to_thread(_compute_digest, content))[:16]
             parts = [self._job.id, str(self._job.attempts), *([part] if part else []), digest, ending]
             names[key] = ".".join(parts)
-        await self.insist(self._context.queue.announce, self._job, list(names.values()))
+            sizes[names[key]] = len(content) if isinstance(content, bytes) else content.stat().st_size
+        await self.insist(self._context.queue.announce, self._job, sizes)
         for key, (_, content) in contents.items():
             await self._store(names[key], content)
             with contextlib.suppress(OSError):  # It is in storage now.
@@ -182,7 +176,6 @@ def _leave(content: Path | bytes, path: Path) -> None:
 
 
 def _compute_digest(content: Path | bytes) -> str:
-    """Return the SHA-256 in hex."""
     if isinstance(content, bytes):
         return hashlib.sha256(content).hexdigest()
     with content.open("rb") as file:

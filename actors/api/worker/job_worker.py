@@ -6,12 +6,12 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.api.worker.attempt import Attempt
+from actors.api.segments import can_read
+from actors.api.worker.attempt import JobAttempt
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.fragments import AT_ONCE
 from actors.api.worker.job_files import check_folder
 from actors.api.worker.maintenance import maintain
-from actors.api.worker.segments import can_read
 from actors.jobs.tables import Job
 from actors.observe.logs import log_event
 from wan_tpu.errors import WanTpuError
@@ -90,7 +90,7 @@ class JobWorker:
 
     async def _attempt(self, job: Job) -> None:
         try:
-            await Attempt(self._context, job, self._pause).run()
+            await JobAttempt(self._context, job, self._pause).run()
         except Exception:  # An error in one attempt must not stop the others.
             log.exception("attempt")
         finally:

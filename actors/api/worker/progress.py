@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 
 from actors.api.estimates import Seconds
-from actors.jobs.stored_request import count_segments
+from actors.jobs.stored_request import count_left, count_made_segments
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
 from actors.observe.span import Span
@@ -19,8 +19,6 @@ Step = tuple[str, int]  # A step's stage and its work, which is nearly proportio
 
 
 class Tracker:
-    """Follows one job through one attempt, and adds its cost to the job."""
-
     def __init__(
         self, job: Job, pace: Seconds, chips: Mapping[str, int], dollars: Mapping[str, float] | None = None
     ) -> None:
@@ -39,7 +37,9 @@ class Tracker:
         before = job.progress or Progress(stage=ENCODER)
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
         self._decoded, self._is_first_attempt, self._in_chunks = False, job.attempts <= 1, False
-        self._segments, self._first = count_segments(job.request), len(job.segments) + (job.made is not None)
+        self._compiles = False
+        self._segments = count_made_segments(job.request)  # What is taken from another job takes no time.
+        self._first = self._segments - count_left(job.request, job.finished_segments)
         self._finished = self._first
         # Per stage of this attempt: when it began and ended by its slice's clock, and for how many seconds it computed.
         self.times: dict[str, tuple[float, float, float]] = {}
@@ -61,7 +61,8 @@ class Tracker:
         self._stage, self._step, self._decoded = ENCODER, 0, False
 
     def note(self, span: Span) -> None:
-        """Add a slice's span."""
+        """Count a span, or note that a slice compiles, which lasts until the next one."""
+        self._compiles = span.kind == "compiling"
         # Chunks are decoded while later ones are denoised. After a resume this may even precede the first step.
         is_beside = span.stage == DECODER and self._step < len(self._steps) and (self._in_chunks or self._step > 0)
         if not is_beside:
@@ -97,12 +98,13 @@ class Tracker:
             steps=len(self._steps),
             percent=round(self._percent, 2),
             eta_s=round(max(0.0, whole - done) * pace.wait, 1),
+            compiles=self._compiles,
         )
 
     def learn(self, seconds: float) -> None:
         """Learn from the completed job, which took `seconds` from its claim to its end."""
         pace, mine, segments = self._pace, self.stage_seconds, self._segments - self._first
-        if not segments:  # It had only the finished segments to join.
+        if not segments:
             return
         pace.encode += _NEW * (mine.get(ENCODER, 0.0) / segments - pace.encode)
         pace.decode += _NEW * (mine.get(DECODER, 0.0) / segments - pace.decode)

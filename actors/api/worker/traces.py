@@ -11,8 +11,6 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"  # OpenTelemetry's own variable for the
 
 
 class Traces:
-    """Exports traces of jobs."""
-
     def __init__(self, provider: Any) -> None:
         """Export through an `opentelemetry.sdk.trace.TracerProvider`."""
         self._provider = provider
@@ -29,9 +27,7 @@ class Traces:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError:
-            raise InvalidInput(
-                f'{ENDPOINT} is set; traces need their packages: pip install "wan-tpu[traces]"'
-            ) from None
+            raise InvalidInput(f'{ENDPOINT} is set; traces need their packages: pip install ".[traces]"') from None
         provider = TracerProvider(resource=Resource.create({"service.name": "wan-tpu"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         return cls(provider)
@@ -40,10 +36,7 @@ class Traces:
         """Export the attempt that ended a job.
 
         Args:
-            job: The job.
             stages: When each stage began and ended, and the seconds that it computed, by stage.
-            start_s: When the attempt began, in Unix seconds.
-            end_s: When the attempt ended.
         """
         request = job.request
         root = self._tracer.start_span(

@@ -26,6 +26,7 @@ class UnfinishedPictures:
         self._loop = asyncio.get_running_loop()
         self._next: PreviewPicture | None = None
         self._news = asyncio.Event()
+        self.unwritten: set[str] = set()  # Names of announced pictures that may still be written.
 
     def add(self, picture: PreviewPicture) -> None:
         """Take a picture, in any thread."""
@@ -63,6 +64,8 @@ class UnfinishedPictures:
         job, digest = self._job, hashlib.sha256(picture.jpeg).hexdigest()[:16]
         parts = [job.id, str(job.attempts), f"step-{picture.step}", digest, VARIANTS["preview"][1]]
         name = ".".join(parts)
-        self._context.queue.announce(job, [name])
+        self._context.queue.announce(job, {name: len(picture.jpeg)})
+        self.unwritten.add(name)  # Until then even if nobody waits any more, since a thread can't be cancelled.
         self._context.storage.write(name, picture.jpeg)
+        self.unwritten.discard(name)
         self._context.queue.show_preview(job, name)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-Ref = Any  # A Pallas reference to VMEM.
+from wan_tpu_kernels.flash_kernel import Ref
 
 ROWS = 2048  # Rows of a grid step.
 

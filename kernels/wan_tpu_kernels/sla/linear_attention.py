@@ -23,10 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.blocks import LANES
-from wan_tpu_kernels.flash_kernel import dot
+from wan_tpu_kernels.flash_kernel import Ref, dot
 from wan_tpu_kernels.sparse_attention import first_tiles
-
-Ref = Any  # A Pallas reference to VMEM.
 
 EPSILON = 1e-5
 ROWS = 1024  # Rows of a grid step.

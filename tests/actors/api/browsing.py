@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import wait_for
+from tests.waiting import SECONDS, wait_for
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+sync_api.expect.set_options(timeout=1000 * SECONDS)
 PHONE = {"width": 320, "height": 640}
 SCHEMES = {"light": "rgb(247, 246, 243)", "dark": "rgb(19, 19, 21)"}
 
@@ -22,7 +23,7 @@ def save_screenshot(page, name):
 
 def open_page(browser, address):
     page = browser.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(1000 * SECONDS)
     page.goto(address)
     return page
 

@@ -21,7 +21,7 @@ from actors.jobs.store import open_database
 from actors.reliability import ReliabilitySettings
 from tests.actors.api import serving
 from tests.actors.api.serving import running
-from tests.waiting import wait_for
+from tests.waiting import SECONDS, wait_for
 
 NAME = "pictures.test"
 EXPECTED = " 400 |ERR_INTERNET_DISCONNECTED"  # What Chromium complains of, and tests of the page bring about.
@@ -92,15 +92,29 @@ def quick(monkeypatch):
     monkeypatch.setattr(maintenance, "_WEBHOOKS_S", 0.1)
 
 
-@pytest.fixture
-def settings(tmp_path):
+def make_settings(folder):
     return ServiceSettings(
-        database=str(tmp_path / "jobs.sqlite"),
-        storage=str(tmp_path / "results"),
+        database=str(folder / "jobs.sqlite"),
+        storage=str(folder / "results"),
         model=serving.MODEL,
         chips={"denoise_high": 4, "denoise_low": 8},
         reliability=ReliabilitySettings(check_in_s=0.3),
     )
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return make_settings(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def refusing(tmp_path_factory):
+    """A client of a service that many tests share: it has no jobs, because they send what is refused."""
+    with (
+        serving.serve(make_settings(tmp_path_factory.mktemp("refusing"))) as address,
+        serving.open_client(address) as client,
+    ):
+        yield client
 
 
 @pytest.fixture
@@ -161,7 +175,7 @@ def page(browser, service):
     from tests.actors.api.browsing import save_screenshot  # It needs playwright, which other tests don't.
 
     tab = browser.new_page()
-    tab.set_default_timeout(15_000)
+    tab.set_default_timeout(1000 * SECONDS)
     problems = []
     tab.on("request", lambda sent: sent.url.startswith((service, "data:", "blob:")) or problems.append(sent.url))
     tab.on("pageerror", lambda error: problems.append(str(error)))

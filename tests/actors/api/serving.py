@@ -1,9 +1,11 @@
 """The real application over HTTP and a real worker, without Ray: a small engine makes the videos."""
 
 import asyncio
+import base64
 import collections
 import contextlib
 import dataclasses
+import io
 import itertools
 import socket
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import uvicorn
+from PIL import Image
 
 from actors.api.core.service import Service
 from actors.api.http.app import make_app
@@ -25,6 +28,7 @@ from actors.slices.snapshots import Snapshots
 from tests.actors.small_spec import SPEC
 from tests.waiting import wait_for
 from wan_tpu.media.video import VideoWriter
+from wan_tpu.tail import Tail
 
 MODEL = "small-wan"
 
@@ -83,6 +87,7 @@ class Engine:
         self.go.set()
         self.failure = None
         self.requests = []
+        self.ids = []
         self.priorities = []
         self.forgotten = []
         self.under_way = 0
@@ -97,9 +102,10 @@ class Engine:
     async def forget(self, id):
         self.forgotten.append(id)
 
-    async def generate(self, plan, *, id, on_event, priority, on_fragment=None, on_preview=None):
+    async def generate(self, plan, *, id, on_event, priority=0, on_fragment=None, on_preview=None):
         request = plan.request
         self.requests.append(request)
+        self.ids.append(id)
         self.priorities.append(priority)
         self.under_way += 1
         try:
@@ -119,7 +125,7 @@ class Engine:
             mp4 = await asyncio.to_thread(self.video, self.redo(request, self.losses), id)
             await self.decode(request, id, on_fragment)
             on_event(span(id, "decoder"))
-            return GeneratedVideo(mp4, self.warnings)
+            return GeneratedVideo(mp4, self.warnings, tail=make_tail(request).dump() if request.keeps_tail else None)
         finally:
             self.under_way -= 1
 
@@ -137,8 +143,15 @@ class Engine:
         with VideoWriter(path, fps=request.fps, overwrite=True, on_fragment=on_fragment) as writer:
             if rate := self.model.audio_rate:
                 writer.set_audio(np.zeros((2, round(request.frames / request.fps * rate)), np.float32), rate)
-            writer.write(frames[request.hidden_frames :])
+            written = request.written_frames
+            writer.write(frames[request.hidden_frames :][:written])
         return path.read_bytes()
+
+
+def make_tail(request):
+    """Return the end of a request's video: latents that are its seed."""
+    latents = np.full((1, 2, 2, request.height // 16, request.width // 16), request.seed, np.float32)
+    return Tail(latents, None, request.height, request.width, 22, 5)
 
 
 class DecodingEngine(Engine):
@@ -198,6 +211,20 @@ def wait_for_end(http, job):
         return video["status"] in ("completed", "failed") and video
 
     return wait_for(poll, "the end of the job")
+
+
+def bearer(key):
+    """Return the header with a key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+def data_url(content, kind="image/png"):
+    """Return the URL that contains a file, or an image as a PNG."""
+    if isinstance(content, Image.Image):
+        png = io.BytesIO()
+        content.save(png, "PNG")
+        content = png.getvalue()
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def change_limits(settings, **changes):

@@ -58,6 +58,20 @@ def test_a_job_has_the_adapters_files_and_its_client_their_names(http, engine):
     assert "/adapters" not in http.get("/v1/videos").text
 
 
+def test_what_a_file_asks_for_besides_is_in_the_first_answer_once_and_under_its_name(offering, spec, engine):
+    path = "/adapters/style.safetensors"
+    asked = f"adapter {path} asks for reference_downscale_factor 2 in its header, which has no effect here"
+    catalogue = dataclasses.replace(offering.catalogue, warnings={path: (asked,)})
+    service, engine.model, engine.warnings = dataclasses.replace(offering, catalogue=catalogue), spec, (asked,)
+    with serving.working(service, engine), serve(service, spec) as address, open_client(address) as http:
+        assert create(http).json()["warnings"] == []
+        first = create(http, loras=["style"]).json()
+        remixed = http.post(f"/v1/videos/{first['id']}/remix", json={"prompt": "a dog"}).json()
+        for video in (first, remixed):
+            assert [warning.split()[1] for warning in video["warnings"]] == ["style"]
+            assert wait_for_end(http, video["id"])["warnings"] == video["warnings"]
+
+
 def test_a_preset_sets_what_is_left_open_and_brings_its_adapters(http, engine):
     job = create(http, preset="fast").json()
     assert (job["preset"], job["num_inference_steps"], job["solver"]) == ("fast", 2, "euler")
@@ -85,6 +99,7 @@ def test_a_model_says_what_there_is(http):
         "about": "in two steps",
         "source": "https://here",
         "settings": {"sigmas": [1.0, 0.5], "solver": "euler"},
+        "with_references": False,
     }
 
 
@@ -149,9 +164,9 @@ def test_a_catalogue_is_read_from_what_an_operator_gives():
     assert list(catalogue.list_presets(A14B)) == ["original", "diffusers", "lightning"]
     assert list(Catalogue().list_presets(A14B)) == ["original", "diffusers"]  # It has no adapters.
     for arguments, message in (
-        (["=x"], "no name"),
-        (["a=x:200"], "nearest 10"),
-        (["style"], "or one of these presets: lightning"),
+        (["=x"], "=x"),
+        (["a=x:200"], r"\b10\b"),
+        (["style"], "lightning"),
     ):
         with pytest.raises(InvalidInput, match=message):
             Catalogue.parse(arguments).complete_for(A14B)

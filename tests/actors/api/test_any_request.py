@@ -44,7 +44,7 @@ def test_the_description_is_valid_and_says_what_everything_is(http):
         assert parse_json(json.dumps(example["value"]))
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.thorough)])
 def database(request, settings):
     """Return the address of a service's database. Either kind may reject texts and numbers that the other accepts."""
     if request.param == "sqlite":

@@ -1,7 +1,6 @@
 """Limits on what a request may hold: one reading process at a time, bytes within a budget, and no unexpected body."""
 
 import asyncio
-import base64
 import io
 import threading
 
@@ -13,7 +12,7 @@ from actors.api.core.errors import HttpError
 from actors.api.core.receiving import Bodies
 from actors.api.limits import ServiceLimits
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import change_limits, create, open_client, serve
+from tests.actors.api.serving import change_limits, create, data_url, open_client, serve
 from tests.actors.api.test_hostile import Sent
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -117,5 +116,5 @@ def test_a_small_body_where_none_belongs_does_no_harm(http):
 def test_an_image_s_url_has_an_end(http):
     error = create(http, input_reference={"image_url": f"https://a.test/{'a' * 9000}.png"}).json()["error"]
     assert error["param"] == "input_reference.image_url" and "8192 characters" in error["message"]
-    inline = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
+    inline = data_url(PHOTO.read_bytes())
     assert len(inline) > 8192 and create(http, input_reference={"image_url": inline}).status_code == 200

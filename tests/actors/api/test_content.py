@@ -26,7 +26,7 @@ def serving_a_video(settings, database, **limits):
         job, queue = create(http).json()["id"], WorkQueue(database)
         video = bytes(range(256)) * (SIZE // 256)
         claimed = queue.claim("w")
-        queue.announce(claimed, ["video.mp4"])
+        queue.announce(claimed, {"video.mp4": 1})
         open_storage(settings.storage).write("video.mp4", video)
         queue.complete(claimed, {"video": "video.mp4"})
         yield http, job, video

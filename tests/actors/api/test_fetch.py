@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import ipaddress
 import os
+import re
 import ssl
 import threading
 import time
@@ -84,7 +85,7 @@ def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, addr
             find, _ = resolver(pictures_test=addresses)
             await fetch_bytes(base + "/cat.png", dataclasses.replace(ready, resolver=find))
 
-    with pytest.raises(FetchError, match=r"public|no address"):
+    with pytest.raises(FetchError, match=NAME):
         asyncio.run(do())
     assert server.connections == 0
 
@@ -94,7 +95,7 @@ def test_a_name_that_leads_inside_is_not_connected_to(new_server, settings, addr
 )
 def test_spellings_of_an_address_lead_no_further(settings, host):
     real = dataclasses.replace(settings, resolver=FetchSettings().resolver, allowed=())
-    with pytest.raises(FetchError, match=r"public|no address"):
+    with pytest.raises(FetchError, match=re.escape(host.strip("[]"))):
         asyncio.run(fetch_bytes(f"https://{host}/", real))
 
 
@@ -108,7 +109,7 @@ def test_the_address_that_was_checked_is_the_one_connected_to(new_server, settin
         async with running(good, settings) as (ready, base), running(evil, settings, address=ELSEWHERE, port=good.port):
             ready = dataclasses.replace(ready, resolver=find)
             first = await fetch_bytes(base + "/cat.png", ready)
-            with pytest.raises(FetchError, match="public"):
+            with pytest.raises(FetchError, match=NAME):
                 await fetch_bytes(base + "/cat.png", ready)
             return first
 
@@ -138,11 +139,11 @@ def test_redirects_are_followed_and_checked_again(new_server, settings):
             }
             assert await fetch_bytes(base + "/moved", ready) == b"image"
             for path, reason in {
-                "/inside": "public internet",
-                "/plain": "only https",
-                "/file": "only https",
-                "/round": "more than 3 times",
-                "/none": "can't be read",
+                "/inside": "inside.test",
+                "/plain": "'http'",
+                "/file": "'file'",
+                "/round": r"\b3\b",
+                "/none": "https://",
             }.items():
                 with pytest.raises(FetchError, match=reason):
                     await fetch_bytes(base + path, ready)
@@ -176,15 +177,15 @@ async def dripping(writer):
 @pytest.mark.parametrize(
     ("response", "reason"),
     [
-        (answer(b"x" * 1001), "more than 1000 bytes"),
-        (endless, "more than 1000 bytes"),
-        (endless_header, "did not answer as it should"),
-        (answer(b"x", "404 Not Found"), "status 404"),
-        (answer(b"x", "500 Oops"), "status 500"),
-        (answer(b"x", Content_Encoding="gzip"), "encoding 'gzip'"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhalf", "did not answer as it should"),
-        (b"220 smtp ready\r\n", "did not answer as it should"),
-        (b"", "did not answer|closed the connection"),
+        (answer(b"x" * 1001), r"\b1000\b"),
+        (endless, r"\b1000\b"),
+        (endless_header, NAME),
+        (answer(b"x", "404 Not Found"), r"\b404\b"),
+        (answer(b"x", "500 Oops"), r"\b500\b"),
+        (answer(b"x", Content_Encoding="gzip"), "gzip"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhalf", NAME),
+        (b"220 smtp ready\r\n", NAME),
+        (b"", NAME),
     ],
 )
 def test_answer_that_is_no_image_of_an_allowed_size_is_refused(new_server, settings, response, reason):
@@ -251,7 +252,7 @@ def test_a_server_that_speaks_no_tls_is_refused(settings):
             port = server.sockets[0].getsockname()[1]
             await fetch_bytes(f"https://{NAME}:{port}/", dataclasses.replace(settings, ports=frozenset({port})))
 
-    with pytest.raises(FetchError, match=r"TLS|certificate|answer"):
+    with pytest.raises(FetchError, match=NAME):
         asyncio.run(do())
 
 

@@ -105,7 +105,7 @@ def test_the_dashboard_asks_for_figures_that_there_are(http, worker, engine):
 
 
 def test_a_job_is_a_trace_when_that_is_wanted(http, settings, engine):
-    trace = pytest.importorskip("opentelemetry.sdk.trace", reason='traces need their packages ("wan-tpu[traces]")')
+    trace = pytest.importorskip("opentelemetry.sdk.trace", reason='traces need their packages (".[traces]")')
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 

@@ -63,7 +63,7 @@ class Pipeline:
                 self.ends[job.id] = self.now
             else:
                 segment = f"{job.id}-{len(job.segments)}"
-                self._work.announce(job, [segment])
+                self._work.announce(job, {segment: 1})
                 self._work.keep_segment(job, len(job.segments), segment, None)
                 if not self._work.give_way(job):
                     heapq.heappush(self._busy, (self.now + 1.0, job.sequence, job))
@@ -125,3 +125,8 @@ def test_thousand_waiting_jobs_are_foreseen_at_once():
     foresight = foresee(waiting[:8], waiting[8:], 8)
     assert time.process_time() - start < 0.5  # It takes 0.08 s.
     assert max(foresight.ends.values()) == pytest.approx(3000 / 8, rel=0.02)
+
+
+def test_job_that_only_joins_its_segments_waits_for_nobody():
+    joining = Turn(0, 0, 0, A, 0)
+    assert foresee([joining], [Turn(0, 1, 1, B, 3)], 1).pauses == {0: 0.0}

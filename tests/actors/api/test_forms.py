@@ -258,8 +258,7 @@ def test_wrong_fields_are_named_with_the_right_form(sent, param, remedy):
 @pytest.mark.parametrize(
     ("sent", "param", "remedy"),
     [
-        ({"task": "ref2va"}, "task", "input_reference"),
-        ({"conditions": [{"type": "video", "uri": "https://a.test/b", "role": "reference"}]}, "conditions", "keyframe"),
+        ({"task": "ref2va"}, "task", "input_references"),
         ({"conditions": ["x"]}, "conditions", "keyframe"),
         ({"target": {"short_edge": 1440, "aspect_ratio": "16:9"}}, "target", "`size`"),
         ({"target": "large"}, "target", "`size`"),

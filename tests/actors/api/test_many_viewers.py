@@ -22,7 +22,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import Job, StoredFragment
 from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import change_limits, create
+from tests.actors.api.serving import bearer, change_limits, create
 from tests.actors.api.test_watching_restarts import Ingress
 from tests.waiting import wait_for
 from wan_tpu.media.boxes import make_box
@@ -115,7 +115,7 @@ def describe(name, took_ms):
 @contextlib.contextmanager
 def serving(settings, database):
     """Run an ingress with two keys that have a job each; yield both headers, both jobs and the process."""
-    headers = [{"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob")]
+    headers = [bearer(make_key(database, name)) for name in ("ann", "bob")]
     ingress = Ingress(settings)
     try:
         with httpx.Client(base_url=ingress.address, timeout=60) as client:

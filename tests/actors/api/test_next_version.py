@@ -8,7 +8,7 @@ from tests.actors.api import serving
 from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
 
 
-@pytest.mark.parametrize("newer", [{"version": 2}, {"camera_path": "orbit"}])
+@pytest.mark.parametrize("newer", [{"version": 2}, {"camera_path": "orbit"}, {"frames": 2005}, {"cache": "teacache"}])
 def test_job_of_the_next_version_waits_for_its_worker_and_holds_up_no_other(settings, database, tmp_path, newer):
     engine = serving.Engine(tmp_path)
     with serve(settings) as address, open_client(address) as http:

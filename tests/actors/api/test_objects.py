@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from actors.api.core.bodies import parse_json
 from actors.api.core.create_video import CreateVideo
-from actors.api.core.planning import count_frames, format_seconds, make_request
+from actors.api.core.planning import make_request
 from actors.api.http.objects import make_error_body, to_video
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
@@ -18,6 +18,7 @@ from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families import published_spec
+from wan_tpu.lengths import count_frames, format_seconds
 
 SPEC = published_spec("wan2.2-i2v-a14b")
 
@@ -41,12 +42,18 @@ def test_a_video_in_every_state_is_one_to_openai_s_client(database):
     assert queued.created_at == int(job.created_at)
     assert (queued.completed_at, queued.expires_at, queued.error) == (None, None, None)
     leased = work.claim("w")
+    leased.progress = Progress(stage="denoise_low", step=38, steps=40, percent=99.0, compiles=True)
+    work.renew_lease(leased)
+    assert to_video(store.get(job.id)).compiling
     leased.progress = Progress(stage="denoise_low", step=39, steps=40, percent=99.9)
     work.renew_lease(leased)
     running = to_video(store.get(job.id))
+    assert not running.compiling
     assert as_openai(running).progress == 99
     assert (running.stage, running.step, running.num_inference_steps) == ("denoise_low", 39, 40)
-    ended = work.complete(leased, {}, warnings=("the prompt was cut",))
+    work.announce(leased, {"video": 1})
+    work.keep_last_segment(leased, {"video": "video"}, ["the prompt was cut"])
+    ended = work.complete(leased, {"video": "video"})
     done = as_openai(to_video(ended))
     assert to_video(ended).warnings == ["the prompt was cut"]
     assert (done.status, done.progress) == ("completed", 100)

@@ -14,12 +14,21 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from actors.api.http.error_answers import FAILURES
+from actors.api.http.job_failures import MEANINGS
 from actors.errors import RequestFailed
 from actors.jobs.keys import KeyLimits, limit_key, make_key
 from actors.jobs.values import CODES
 from actors.jobs.work import WorkQueue
-from tests.actors.api.serving import MODEL, change_reliability, create, open_client, serve, wait_for_end, working
+from tests.actors.api.serving import (
+    MODEL,
+    bearer,
+    change_reliability,
+    create,
+    open_client,
+    serve,
+    wait_for_end,
+    working,
+)
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 
@@ -106,8 +115,6 @@ def test_errors_have_openai_s_form(client, service):
             client.videos.create(**fields)
         assert (refused.value.type, refused.value.param) == ("invalid_request_error", param)
         assert "error" in refused.value.response.json()
-    with pytest.raises(openai.BadRequestError, match="96x64"):
-        client.videos.create(prompt="x", size="100x64")
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "wan-tpu"
     answer = httpx.get(f"{service}/v1/nothing", timeout=60)
@@ -145,8 +152,9 @@ def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine)
     assert client.videos.retrieve(second.id).status == "completed"
     with pytest.raises(openai.NotFoundError):
         client.videos.remix(first.id, prompt="a cow")
-    with pytest.raises(openai.BadRequestError, match=r"remix.*\bseed\b"):
+    with pytest.raises(openai.BadRequestError) as refused:
         client.videos.remix(second.id, prompt="a cow", extra_body={"seed": 9})
+    assert refused.value.param == "seed"
 
 
 @pytest.mark.parametrize("video", [b"x", bytes(3_000_000)])
@@ -164,7 +172,8 @@ def test_unsupported_endpoint_names_one_that_does_something_like_it(client, vide
 def test_an_alias_is_the_model(settings):
     with serve(dataclasses.replace(settings, aliases=("sora-2",))) as address:
         with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            assert client.videos.create(prompt="x", model="sora-2").model == MODEL
+            for name in ("sora-2", "default"):  # The second is what SGLang's clients send.
+                assert client.videos.create(prompt="x", model=name).model == MODEL
             models = {model.id: model.alias_of for model in client.models.list()}
             assert models == {MODEL: None, "sora-2": MODEL}  # n8n offers only listed ids that contain "sora".
             assert client.models.retrieve("sora-2").alias_of == MODEL
@@ -198,7 +207,7 @@ def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
             status = statuses.get(code, 500)
             assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (status, code)
             assert answer.result().headers.get("x-should-retry") == (None if status == 503 else "false")
-    assert FAILURES.keys() == set(CODES)
+    assert MEANINGS.keys() == set(CODES)
 
 
 def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_cancelled(settings, engine):
@@ -246,7 +255,7 @@ def test_heads_and_slashes_are_answered_as_clients_expect(http, worker):
 
 def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, database, engine):
     def key(name, *scopes, **limits):
-        return {"Authorization": f"Bearer {make_key(database, name, KeyLimits(scopes=scopes, **limits))}"}
+        return bearer(make_key(database, name, KeyLimits(scopes=scopes, **limits)))
 
     maker, reader = key("maker", "make", "read"), key("reader", "read", requests_per_minute=60)
     operator, expiring = key("operator", "operate"), key("gone", "make", "read", days=0.001)
@@ -267,10 +276,12 @@ def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, databa
         assert mine["dollars"] == pytest.approx((mine["chip_seconds"] - 0.5) * 2.7 / 3600, rel=0.01)
         assert http.get("/v1/usage", headers=operator).json()["data"] == [mine]
         assert http.get("/v1/usage", headers=reader).json()["data"] == []
-        assert http.get("/v1/usage", headers=maker, params={"last": "2001-01-01"}).json()["data"] == []
+        [then] = http.get("/v1/usage", headers=maker, params={"last": "2001-01-01"}).json()["data"]
+        assert (then["videos"], then["stored_bytes"]) == (0, mine["stored_bytes"])
         assert f'wan_key_videos_total{{key="{mine["key"]}"}} 1.0' in http.get("/metrics", headers=operator).text
         http.delete(f"/v1/videos/{job}", headers=operator)
-        assert http.get("/v1/usage", headers=maker).json()["data"] == [mine]  # Usage outlives the job.
+        [after] = http.get("/v1/usage", headers=maker).json()["data"]
+        assert after | {"stored_bytes": mine["stored_bytes"]} == mine  # Usage outlives the job.
         assert http.get("/v1/videos", headers=expiring).status_code == 200
         limit_key(database, "gone", {"days": -1.0})
         expired = wait_for(lambda: (a := http.get("/v1/videos", headers=expiring)).status_code == 401 and a)

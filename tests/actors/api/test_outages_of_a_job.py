@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import text
 
-from actors.api import retrying
+from actors import retrying
 from actors.api.worker import job_files, job_worker
 from actors.errors import PipelineNotFound
 from actors.jobs.work import WorkQueue

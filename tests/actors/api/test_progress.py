@@ -7,6 +7,7 @@ import pytest
 from actors.api.estimates import Pace, Seconds
 from actors.api.worker.progress import Tracker
 from actors.jobs.store import JobStore
+from actors.jobs.stored_request import Redo
 from actors.jobs.tables import Job
 from actors.observe.span import Span
 from wan_tpu import GenerationRequest
@@ -48,6 +49,17 @@ def test_percent_and_eta_are_weighted_by_measured_seconds(job):
     assert seen[-2].stage == "decoder"
     assert (seen[-1].percent, seen[-1].eta_s) == (99.9, 0.0)
     assert job.chip_seconds == pytest.approx(4 * 1.0 + 8 * 20.0 + 4 * 4.0)
+
+
+def test_a_job_compiles_until_its_slice_has_done_something(job):
+    tracker = Tracker(job, Pace([make_ended_job(job, 25.0)]).get(REQUEST), CHIPS)
+    tracker.note(span("encoder", 1.0))
+    assert not tracker.estimate().compiles
+    tracker.note(span("denoise_high", 3.0, kind="compiling"))
+    assert (tracker.estimate().stage, tracker.estimate().step, tracker.estimate().compiles) == ("denoise_high", 0, True)
+    tracker.note(span("denoise_high", 9.0, kind="compile"))
+    assert not tracker.estimate().compiles
+    assert "denoise_high" not in job.stage_seconds
 
 
 def test_chunks_that_are_decoded_between_two_steps_end_no_video(job):
@@ -124,10 +136,25 @@ def test_an_unknown_size_is_guessed_by_its_tokens(job):
 
 
 def test_an_attempt_that_only_joins_segments_teaches_nothing(job):
-    job.made = {"video": "last"}
+    job.last_segment = {"video": "last"}
     pace = Pace([make_ended_job(job, 25.0)]).get(REQUEST)
     before = dataclasses.replace(pace)
     tracker = Tracker(job, pace, CHIPS)
     assert tracker.estimate().percent == 99.9
     tracker.learn(3.0)
     assert pace == before
+
+
+def test_segments_that_another_job_has_made_take_no_time(job):
+    """Neither in what is expected of their job, nor in what is learnt from it."""
+    segments = {"next_prompts": ["on"] * 9}
+    redo = segments | {"redo": Redo(3, 7, ("p", "p", None, *"ppppppp"), ("e",) * 9).to_stored()}
+    again = dataclasses.replace(job, request=REQUEST | redo, segments=["p", "p"])
+    pace = Pace([make_ended_job(again, 25.0)])
+    assert pace.estimate_segment_s(REQUEST) == pytest.approx(25.0)
+    tracker = Tracker(again, pace.get(REQUEST), CHIPS)
+    assert (tracker.estimate().percent, tracker.estimate().eta_s) == (0, 25.0)
+    tracker.end_segment()
+    assert (tracker.estimate().percent, tracker.estimate().eta_s) == (99.9, 0.0)
+    done = dataclasses.replace(again, segments=["p", "p", "new"])
+    assert Tracker(done, pace.get(REQUEST), CHIPS).estimate().eta_s == 0.0

@@ -1,32 +1,27 @@
 """What a key's segments, prompts and files cost: each counts, and others don't wait for them."""
 
-import base64
 import contextlib
 import dataclasses
-import io
 import threading
 import time
 
 import numpy as np
 import pytest
 from PIL import Image
-from sqlalchemy import event
+from sqlalchemy import event, select
 
 from actors.jobs.keys import KeyLimits, make_key
+from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
-from actors.jobs.tables import Job
-from tests.actors.api.serving import create, open_client, serve, wait_for_end
+from actors.jobs.tables import File, Job
+from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, wait_for_end, working
 from tests.waiting import wait_for
 from wan_tpu.storage.base import Refused, StorageError
 from wan_tpu.storage.local import LocalStorage
 
 
-def as_key(text):
-    return {"Authorization": f"Bearer {text}"}
-
-
 def ask_chain(http, key, segments, **headers):
-    return create(http, as_key(key) | headers, next_prompts=["on"] * (segments - 1))
+    return create(http, bearer(key) | headers, next_prompts=["on"] * (segments - 1))
 
 
 @pytest.fixture
@@ -51,7 +46,7 @@ def test_segments_take_room_and_too_many_are_refused_for_good(database, open_ser
 def test_segments_count_towards_the_rate_once_and_polls_do_not_wait_for_them(database, open_service):
     key = make_key(database, "ann", KeyLimits(requests_per_minute=60))  # Ten at once.
     http = open_service()
-    invalid = create(http, as_key(key), next_prompts=["on"] * 29, num_frames=2)
+    invalid = create(http, bearer(key), next_prompts=["on"] * 29, num_frames=2)
     assert invalid.status_code == 400
     chain = ask_chain(http, key, 30, **{"Idempotency-Key": "once"})
     assert chain.status_code == 200
@@ -59,9 +54,9 @@ def test_segments_count_towards_the_rate_once_and_polls_do_not_wait_for_them(dat
     refused = ask_chain(http, key, 1)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert 15 <= int(refused.headers["retry-after"]) <= 21  # Twenty segments more than ten.
-    remix = http.post(f"/v1/videos/{chain.json()['id']}/remix", json={"prompt": "otherwise"}, headers=as_key(key))
+    remix = http.post(f"/v1/videos/{chain.json()['id']}/remix", json={"prompt": "otherwise"}, headers=bearer(key))
     assert remix.status_code == 429
-    assert http.get(f"/v1/videos/{chain.json()['id']}", headers=as_key(key)).status_code == 200
+    assert http.get(f"/v1/videos/{chain.json()['id']}", headers=bearer(key)).status_code == 200
     assert len(JobStore(database).list().jobs) == 1
 
 
@@ -74,10 +69,35 @@ def test_refused_request_has_not_paid_for_its_segments(database, open_service, m
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "write", fail)
-        refused = create(http, as_key(key), next_prompts=["on"] * 29, input_reference=make_image(False))
+        refused = create(http, bearer(key), next_prompts=["on"] * 29, input_reference=make_image(False))
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     assert ask_chain(http, key, 30).status_code == 200
     assert ask_chain(http, key, 1).status_code == 429  # What was accepted has paid.
+
+
+def test_key_stores_no_more_than_it_may_and_makes_room_by_deleting(settings, database, engine):
+    limited, storage = change_limits(settings, key_bytes=5_000), LocalStorage(settings.storage)
+    ann, bob = (bearer(make_key(database, name)) for name in ("ann", "bob"))
+    engine.previews = {1: b"preview"}
+    with serve(limited) as address, working(limited, engine), open_client(address, headers=ann) as http:
+        chain = create(http, next_prompts=["on"], input_reference=make_image(True)).json()["id"]
+        assert wait_for_end(http, chain)["status"] == "completed"
+
+        def read_sizes():
+            with database.read() as session:
+                sizes = dict(session.execute(select(File.name, File.size)).all())
+            return sizes == storage.list() and sizes  # A picture is recorded before it is written.
+
+        sizes = wait_for(read_sizes, "the sizes of the input, segments and pictures")
+        [used] = http.get("/v1/usage").json()["data"]
+        assert used["stored_bytes"] == sum(sizes.values()) > 5_000
+        refused = create(http)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "storage_full")
+        assert http.post(f"/v1/videos/{chain}/remix", json={"prompt": "otherwise"}).status_code == 403
+        assert create(http, bob).status_code == 200
+        assert http.delete(f"/v1/videos/{chain}").status_code == 200
+        Retention(database, storage, limited.jobs).sweep()
+        assert create(http).status_code == 200
 
 
 def test_storage_that_refuses_for_good_is_not_to_be_tried_again(http, monkeypatch):
@@ -96,19 +116,19 @@ def test_operator_sees_and_ends_the_jobs_of_a_model_that_is_no_longer_served(set
     operator = make_key(database, "operator", KeyLimits(scopes=("operate",)))
     small = dataclasses.replace(settings, queue_limit=4)
     with serve(small) as address, open_client(address) as http:
-        old = [create(http, as_key(ann)).json()["id"] for _ in range(2)]
-        assert create(http, as_key(ann)).status_code == 429
+        old = [create(http, bearer(ann)).json()["id"] for _ in range(2)]
+        assert create(http, bearer(ann)).status_code == 429
     with serve(dataclasses.replace(small, model="next")) as address, open_client(address) as http:
-        new = [create(http, as_key(ann)).json()["id"] for _ in range(2)]
-        waiting = http.get("/v1/videos", params={"status": "queued"}, headers=as_key(operator)).json()["data"]
+        new = [create(http, bearer(ann)).json()["id"] for _ in range(2)]
+        waiting = http.get("/v1/videos", params={"status": "queued"}, headers=bearer(operator)).json()["data"]
         assert {video["id"]: video["model"] for video in waiting} == dict.fromkeys(old, settings.model) | dict.fromkeys(
             new, "next"
         )
         for job in old:
-            ended = http.post(f"/v1/videos/{job}/cancel", headers=as_key(operator)).json()
+            ended = http.post(f"/v1/videos/{job}/cancel", headers=bearer(operator)).json()
             assert (ended["status"], ended["error"]["code"]) == ("failed", "cancelled")
-        assert http.delete(f"/v1/videos/{old[0]}", headers=as_key(operator)).status_code == 200
-        assert create(http, as_key(operator)).status_code == 403
+        assert http.delete(f"/v1/videos/{old[0]}", headers=bearer(operator)).status_code == 200
+        assert create(http, bearer(operator)).status_code == 403
 
 
 def test_all_prompts_together_have_a_limit(http):
@@ -139,10 +159,9 @@ def test_estimates_read_each_completed_job_once(http, worker, database):
 
 
 def make_image(random):
-    png, shape = io.BytesIO(), (64, 96, 3)
+    shape = (64, 96, 3)
     pixels = np.random.default_rng(1).integers(0, 255, shape) if random else np.zeros(shape)
-    Image.fromarray(pixels.astype(np.uint8)).save(png, "PNG")
-    return {"image_url": "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()}
+    return {"image_url": data_url(Image.fromarray(pixels.astype(np.uint8)))}
 
 
 def test_key_whose_files_are_slow_to_store_delays_no_other(database, open_service, monkeypatch):
@@ -158,7 +177,7 @@ def test_key_whose_files_are_slow_to_store_delays_no_other(database, open_servic
 
     monkeypatch.setattr(LocalStorage, "write", write_slowly)
     slow = [
-        threading.Thread(target=create, args=(http, as_key(ann)), kwargs={"input_reference": make_image(True)})
+        threading.Thread(target=create, args=(http, bearer(ann)), kwargs={"input_reference": make_image(True)})
         for _ in range(10)
     ]
     for thread in slow:
@@ -167,9 +186,9 @@ def test_key_whose_files_are_slow_to_store_delays_no_other(database, open_servic
         wait_for(lambda: len(waiting) >= 8)
         start = time.monotonic()
         for image in (None, make_image(False)):
-            job = create(http, as_key(bob), input_reference=image)
+            job = create(http, bearer(bob), input_reference=image)
             assert job.status_code == 200
-            assert http.get(f"/v1/videos/{job.json()['id']}", headers=as_key(bob)).status_code == 200
+            assert http.get(f"/v1/videos/{job.json()['id']}", headers=bearer(bob)).status_code == 200
         assert time.monotonic() - start < 10  # Ann's images need twice as long.
         assert len(waiting) == 8
     finally:

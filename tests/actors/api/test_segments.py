@@ -190,7 +190,7 @@ def test_what_cant_be_made_in_segments_is_refused(settings, http, engine):
     short = dataclasses.replace(settings, limits=dataclasses.replace(settings.limits, extended_s=1.0))
     with serve(short) as address, open_client(address) as strict:
         error = create(strict, next_prompts=["on"]).json()["error"]
-        assert (error["param"], "would last 1 s, but at most 1 s" in error["message"]) == ("next_prompts", True), error
+        assert error["param"] == "next_prompts", error
 
     class TextSpec(SmallSpec):
         tasks = ("t2v",)

@@ -1,9 +1,7 @@
 """What OpenAI's client doesn't cover: idempotency, admission, ranges, keys, other sites, invalid bodies."""
 
 import asyncio
-import base64
 import dataclasses
-import io
 import re
 import time
 
@@ -13,20 +11,12 @@ from starlette.requests import Request
 
 from actors.api.http.content import send
 from actors.jobs.keys import KeyLimits, make_key, revoke_key
-from actors.jobs.store import JobStore
-from actors.jobs.tables import Job
 from tests.actors.api import serving
-from tests.actors.api.serving import create, open_client, serve, wait_for_end
+from tests.actors.api.serving import bearer, create, data_url, open_client, serve, wait_for_end
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 from wan_tpu.families import published_spec
 from wan_tpu.storage.local import LocalStorage
-
-
-def as_data_url(image):
-    png = io.BytesIO()
-    image.save(png, "PNG")
-    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 
 
 def test_the_same_key_and_body_is_the_same_job(http):
@@ -124,7 +114,7 @@ def test_keys_see_their_own_jobs_only(settings, database):
     with serve(settings) as address, open_client(address) as http:
 
         def of(key):
-            return {"Authorization": f"Bearer {key}"}
+            return bearer(key)
 
         other = [{"Authorization": text} for text in ("", "Bearer", ann, f"Basic {ann}")]
         for headers in ({}, of("nonsense"), of(ann[:-1] + "x"), *other):
@@ -160,7 +150,7 @@ def test_keys_see_their_own_jobs_only(settings, database):
 
 def test_from_the_first_key_on_a_running_service_requires_one(http, database):
     open_to_all = create(http).json()["id"]
-    key = {"Authorization": f"Bearer {make_key(database, 'ann')}"}
+    key = bearer(make_key(database, "ann"))
     wait_for(lambda: http.get("/v1/videos").status_code == 401)
     assert http.get("/v1/videos", headers=key).json()["data"] == []  # Jobs from before belong to nobody.
     assert http.get(f"/v1/videos/{open_to_all}", headers=key).status_code == 404
@@ -197,16 +187,16 @@ def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_frames", 12, "num_frames: frames is 12; it must be 4n + 1, nearest 13"),
-        ("size", "1281x720", "size 1281x720 isn't a multiple of 16"),
-        ("size", "16x16000", "height is 16000; allowed: 16 to 8192"),
-        ("seconds", "0", "seconds is '0'"),
+        ("num_frames", 12, r"\b12\b.*\b13\b"),
+        ("size", "1281x720", r"1281x720.*\b16\b"),
+        ("size", "16x16000", "height.*16000.*8192"),
+        ("seconds", "0", "seconds.*'0'"),
     ],
 )
-def test_wrong_field_is_refused_under_its_name(http, field, value, message):
-    error = http.post("/v1/videos", json={"prompt": "x", field: value}).json()["error"]
+def test_wrong_field_is_refused_under_its_name(refusing, field, value, message):
+    error = refusing.post("/v1/videos", json={"prompt": "x", field: value}).json()["error"]
     assert error["param"] == field
-    assert error["message"].startswith(message)
+    assert re.search(message, error["message"])
 
 
 def test_a_model_that_needs_an_image_says_so(settings):
@@ -228,7 +218,7 @@ def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name
         [model] = http.get("/v1/models").json()["data"]
         assert (model["follows_image"], model["defaults"]["size"]) == (True, default)
         for (width, height), expected in zip([(300, 300), (90, 160), (4000, 400)], sizes, strict=True):
-            image = {"image_url": as_data_url(Image.new("RGB", (width, height)))}
+            image = {"image_url": data_url(Image.new("RGB", (width, height)))}
             response = create(http, input_reference=image).json()
             assert (response["size"], response["input_size"]) == (expected, f"{width}x{height}")
         assert create(http, input_reference=image, size="640x352").json()["size"] == "640x352"
@@ -237,7 +227,7 @@ def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name
 def test_largest_size_holds_for_one_that_follows_an_image(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 121),))
     with serve(small, published_spec("hunyuanvideo1.5-480p-i2v")) as address, open_client(address) as http:
-        image = {"image_url": as_data_url(Image.new("RGB", (300, 300)))}
+        image = {"image_url": data_url(Image.new("RGB", (300, 300)))}
         refused = create(http, input_reference=image).json()["error"]["message"]
         assert "640x640 with 121 frames exceeds" in refused and "624x624 with 121 frames" in refused
 
@@ -304,16 +294,16 @@ def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
         ({"content": b'{"\\u0000": 1}', "headers": {"content-type": "application/json"}}, 400),
     ],
 )
-def test_unusable_body_is_refused_and_nothing_breaks(http, arguments, status):
-    answer = http.post("/v1/videos", **arguments)
+def test_unusable_body_is_refused_and_nothing_breaks(refusing, arguments, status):
+    answer = refusing.post("/v1/videos", **arguments)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
-    assert http.get("/v1/videos").json()["data"] == []
+    assert refusing.get("/v1/videos").json()["data"] == []
 
 
 @pytest.mark.parametrize("path", ["/v1/videos/%00", "/v1/videos?after=%00", "/v1/videos?after=%ed%a0%80"])
-def test_no_part_of_an_address_reaches_the_database_unchecked(http, path):
-    assert http.get(path).status_code == 404
+def test_no_part_of_an_address_reaches_the_database_unchecked(refusing, path):
+    assert refusing.get(path).status_code == 404
 
 
 def test_bodies_end_where_they_must(settings):
@@ -329,32 +319,3 @@ def test_bodies_end_where_they_must(settings):
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
         big = {"input_reference": ("a.png", b"x" * 200_000)}
         assert http.post("/v1/videos", data={"prompt": "x"}, files=big).status_code == 400
-
-
-def test_image_in_the_json_is_kept_at_the_video_s_size(http, settings, database):
-    url = "data:image/png;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-    response = create(http, input_reference={"image_url": url})
-    assert response.status_code == 200
-    job = JobStore(database).get(response.json()["id"])
-    image = Image.open(f"{settings.storage}/{job.input_image}")
-    assert (image.format, image.size) == ("PNG", (96, 48))  # The size is the video's.
-    assert response.json()["input_size"] == "{}x{}".format(*Image.open(PHOTO).size)
-
-
-def test_many_jobs_are_listed_page_by_page(http, database):
-    store = JobStore(database)
-    request = {
-        "prompt": "x", "negative_prompt": "", "image": None, "height": 64, "width": 64, "frames": 9, "fps": 16,
-        "steps": 4, "guidance_scale": 1, "guidance_scale_2": 1, "shift": 5, "seed": 0, "solver": "unipc",
-        "model": serving.MODEL,
-    }  # fmt: skip
-    for _ in range(300):
-        store.submit(Job(owner="", request=request))
-    ids, after = [], None
-    while True:
-        page = http.get("/v1/videos", params={"limit": 100} | ({"after": after} if after else {})).json()
-        ids += [video["id"] for video in page["data"]]
-        after = page["last_id"]
-        if not page["has_more"]:
-            break
-    assert len(ids) == len(set(ids)) == 300

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.api.core.planning import count_frames
 from actors.api.http.models import describe_model
 from actors.api.settings import ServiceSettings
 from actors.jobs.store import JobStore, open_database
 from tests.actors.api import serving
-from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
-from tests.actors.api.test_service import as_data_url
+from tests.actors.api.serving import create, data_url, open_client, serve, wait_for_end, working
 from tests.actors.small_spec import SOUND_SPEC
 from wan_tpu import GenerationRequest, InvalidRequest
 from wan_tpu.data import Video
 from wan_tpu.families import published_spec
+from wan_tpu.lengths import count_frames
 
 H3 = published_spec("minimax-h3")
 RATE = SOUND_SPEC.audio_rate
@@ -105,7 +104,7 @@ def test_what_a_model_fixes_has_one_value_and_its_licence_may_ask_for_a_name():
 
 @pytest.mark.parametrize(("seconds", "nearest"), [("1", "4.46"), ("3", "4.46"), ("16", "15.08"), ("30", "15.08")])
 def test_length_that_a_model_is_more_than_a_step_away_from_is_refused(seconds, nearest):
-    with pytest.raises(InvalidRequest, match=f"nearest {nearest}") as refused:
+    with pytest.raises(InvalidRequest, match=rf"\b{nearest}\b") as refused:
         count_frames(seconds, 24, H3)
     assert refused.value.field == "seconds"
 
@@ -113,14 +112,14 @@ def test_length_that_a_model_is_more_than_a_step_away_from_is_refused(seconds, n
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"frames": 400}, r"frames is 400; it must be 17n \+ 107, up to 362, nearest 362"),
-        ({"frames": 120}, r"frames is 120; it must be 17n \+ 107, nearest 124"),
-        ({"fps": 30}, "fps is 30; minimax-h3 supports only 24: leave it out"),
-        ({"guidance_scale": 5}, "guidance_scale is 5; minimax-h3 doesn't use it: leave it out"),
-        ({"height": 720}, "height is 720; minimax-h3 needs a multiple of 32, nearest 704"),
+        ({"frames": 400}, r"frames.*\b400\b.*17n \+ 107\b.*\b362\b.*\b362\b"),
+        ({"frames": 120}, r"frames.*\b120\b.*17n \+ 107\b.*\b124\b"),
+        ({"fps": 30}, r"fps.*\b30\b.*minimax-h3.*\b24\b"),
+        ({"guidance_scale": 5}, r"guidance_scale.*\b5\b.*minimax-h3"),
+        ({"height": 720}, r"height.*\b720\b.*minimax-h3.*\b32\b.*\b704\b"),
         (
             {"last_image": Image.new("RGB", (96, 64)), "preset": "fasth3"},
-            "last_image was given, but preset fasth3 only makes",
+            "last_image.*preset fasth3",
         ),
     ],
 )
@@ -131,7 +130,7 @@ def test_request_that_such_a_model_can_not_make_is_refused_with_what_it_has(fiel
 
 
 def test_answer_names_the_size_and_length_of_the_video_that_is_made(settings):
-    first, last = ({"image_url": as_data_url(Image.new("RGB", (96, 64), colour))} for colour in ("red", "blue"))
+    first, last = ({"image_url": data_url(Image.new("RGB", (96, 64), colour))} for colour in ("red", "blue"))
     with serve(settings, H3) as address, open_client(address) as http:
         video = create(http, input_reference=first, last_frame=last, seconds="10").json()
         assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", "96x64", "96x64")
@@ -153,7 +152,7 @@ def test_answer_names_the_size_and_length_of_the_video_that_is_made(settings):
 
 
 def test_what_is_changed_or_has_no_effect_is_in_the_answer_that_accepts_it(settings):
-    photo = {"image_url": as_data_url(Image.new("RGB", (96, 64)))}
+    photo = {"image_url": data_url(Image.new("RGB", (96, 64)))}
     fields = {"negative_prompt": "dogs", "input_reference": photo, "size": "640x384", "seconds": "4"}
     with serve(settings, H3) as address, open_client(address) as http:
         video = create(http, **fields).json()

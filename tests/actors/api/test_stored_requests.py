@@ -13,7 +13,7 @@ from actors.api.core.acceptance import Acceptance
 from actors.errors import RequestFailed
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
-from actors.jobs.stored_request import VERSION
+from actors.jobs.stored_request import VERSION, count_frames, set_frames
 from actors.jobs.tables import Job
 from actors.jobs.values import Room
 from tests.actors.api import serving
@@ -115,3 +115,11 @@ def test_a_job_is_stored_with_the_version_of_its_form(http, database):
     assert (stored["version"], stored["seed"], stored["model"]) == (VERSION, 3, serving.MODEL)
     assert "image" not in stored
     assert "version" not in JobStore(database).get(job).request
+
+
+def test_a_length_that_is_known_later_changes_what_an_extension_adds():
+    request = {"frames": 473, "added_frames": 448, "source_frames": 121, "continue_by": "motion", "max_seconds": 20}
+    made = set_frames(request, 97)
+    assert (made["frames"], made["added_frames"]) == (97, 72)
+    assert (count_frames(request), count_frames(made)) == (121 + 448, 121 + 72)
+    assert set_frames({"frames": 473}, 97) == {"frames": 97}

@@ -12,14 +12,14 @@ from actors.api.worker import making
 from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
 from actors.jobs.stored_request import count_segments
-from tests.actors.api.serving import change_reliability, create, open_client, serve, wait_for_end, working
+from tests.actors.api.serving import bearer, change_reliability, create, open_client, serve, wait_for_end, working
 from tests.actors.api.test_extensions import content, packets
 from tests.actors.api.test_segments import PROMPTS, list_packets
 from tests.waiting import wait_for
 
 
 def test_a_plain_job_begins_after_a_segment_of_others_and_not_after_all_of_them(settings, engine, database):
-    ann, bob = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob"))
+    ann, bob = (bearer(make_key(database, name)) for name in ("ann", "bob"))
     engine.go.clear()
     with serve(settings) as address, open_client(address) as http:
         long = [create(http, ann, prompt="long", next_prompts=["on"] * 29).json()["id"] for _ in range(2)]
@@ -37,7 +37,7 @@ def test_a_plain_job_begins_after_a_segment_of_others_and_not_after_all_of_them(
 
 
 def test_segments_of_two_owners_alternate_on_one_place(settings, engine, database):
-    keys = [{"Authorization": f"Bearer {make_key(database, name)}"} for name in ("ann", "bob")]
+    keys = [bearer(make_key(database, name)) for name in ("ann", "bob")]
     with serve(settings) as address, open_client(address) as http:
         jobs = [create(http, key, prompt="0", next_prompts=["1", "2"]).json()["id"] for key in keys]
         with working(dataclasses.replace(settings, concurrency=1), engine):
@@ -74,7 +74,7 @@ exec {ffmpeg} "$@"
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(making, "_JOIN_PAUSES_S", (0.05,))
-    monkeypatch.setattr(making, "_PREVIEW_PAUSES_S", (0.05,))
+    monkeypatch.setattr(making, "_PICTURE_PAUSES_S", (0.05,))
 
 
 PICTURES = r"select=\'*"
@@ -105,7 +105,7 @@ def test_a_join_that_fails_is_done_again_and_no_segment_is(settings, engine, mon
 
 
 @pytest.mark.parametrize("later", [[], PROMPTS], ids=["plain", "chain"])
-def test_a_video_is_complete_without_previews_that_can_not_be_made(
+def test_a_video_is_complete_without_thumbnails_that_can_not_be_made(
     settings, engine, monkeypatch, quick, tmp_path, later
 ):
     failing = Killing(monkeypatch, tmp_path / "bin", PICTURES)
@@ -126,7 +126,7 @@ def test_a_worker_that_ends_before_the_join_costs_no_segment(settings, engine, d
             wait_for(lambda: failing.count)
         stored = JobStore(database).get(job)
         assert (stored.status, len(stored.segments), stored.segments_left) == ("queued", 2, 0)
-        assert count_segments(stored.request) == 3 and set(stored.made) >= {"video"}
+        assert count_segments(stored.request) == 3 and set(stored.last_segment) >= {"video"}
         failing.most = 0
         with working(settings, engine):
             assert wait_for_end(http, job)["status"] == "completed"

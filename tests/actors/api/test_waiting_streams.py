@@ -35,7 +35,7 @@ def claim(http, database):
 
 def complete(queue, settings, claimed, *, watchable, content=b"the whole file"):
     name = f"{claimed.id}.whole.mp4"
-    queue.announce(claimed, [name])
+    queue.announce(claimed, {name: 1})
     open_storage(settings.storage).write(name, content)
     queue.complete(claimed, {"video": name}, watchable=watchable)
 
@@ -129,7 +129,7 @@ def test_stream_is_kept_alive_while_the_database_fails(http, settings, database,
     queue, claimed = claim()
     with watching(http, claimed.id) as (_, viewer):
         publish(queue, settings, claimed, 0, PARTS[0])
-        wait_for(lambda: viewer.received.endswith(PARTS[0] + FREE))
+        wait_for(lambda: PARTS[0] + FREE in viewer.received)
         publish(queue, settings, claimed, 1, PARTS[1])
         with missing(database, table):
             time.sleep(0.3)

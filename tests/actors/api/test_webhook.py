@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import dataclasses
+import http.server
 import os
+import socket
 import threading
 import time
 
@@ -12,12 +14,12 @@ import pytest
 import sqlalchemy
 
 from actors.api.outbound import webhook
-from actors.api.outbound.client import FetchError
+from actors.api.outbound.client import FetchError, FetchSettings, check_url
 from actors.api.outbound.webhook import read_secret
 from actors.jobs import deliveries
 from actors.jobs.keys import make_key
 from tests.actors.api.conftest import NAME, OK
-from tests.actors.api.serving import create, open_client, serve, wait_for_end, working
+from tests.actors.api.serving import bearer, create, open_client, serve, wait_for_end, working
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidInput
 
@@ -89,9 +91,51 @@ def test_an_address_that_can_t_be_right_is_refused_at_once(hook_settings, url):
 
 def test_webhook_at_a_private_address_is_never_connected_to(hook_settings, hook):
     closed = dataclasses.replace(hook_settings.fetch, allowed=(), subject="webhook")
-    with pytest.raises(FetchError, match="public"):
+    with pytest.raises(FetchError, match=NAME):
         asyncio.run(webhook.post(f"https://{NAME}:{hook.port}/", (b"{}", {}), closed))
     assert hook.connections == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "private.test"])
+def test_webhook_on_this_machine_is_called_over_http_where_the_operator_permits_it(hook_settings, host):
+    called, addresses = [], {"localhost": "127.0.0.1", "private.test": "127.0.0.1"}
+
+    async def find(name, port):
+        return [addresses.get(name, name)]
+
+    class Client(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            called.append((self.path, self.headers["Host"]))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    class Server(http.server.HTTPServer):
+        address_family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
+
+    service = dataclasses.replace(hook_settings, fetch=FetchSettings(resolver=find))
+    with Server((host.strip("[]") if host == "[::1]" else "127.0.0.1", 0), Client) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://{host}:{server.server_port}/told"
+        with pytest.raises(FetchError):
+            asyncio.run(webhook.post(url, (b"{}", {}), service.webhooks))
+        local = dataclasses.replace(service, local_webhooks=True).webhooks
+        assert asyncio.run(webhook.post(url, (b"{}", {}), local)) == 204
+        server.shutdown()
+    assert called == [("/told", f"{host}:{server.server_port}")]
+
+
+@pytest.mark.parametrize(
+    ("address", "ports"),
+    [("93.184.216.34", {443}), ("2606:4700::1111", {443}), ("169.254.169.254", set()), ("fe80::1", set())],
+)
+def test_local_webhooks_open_no_other_port_of_the_internet(settings, address, ports):
+    local = dataclasses.replace(settings, local_webhooks=True).webhooks
+    assert {port for port in (80, 443, 8443) if local.explain_refusal(address, port) is None} == ports
+    with pytest.raises(FetchError):
+        check_url("ftp://127.0.0.1/", local)
 
 
 def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path):
@@ -102,7 +146,7 @@ def test_the_secret_is_made_once_and_for_its_owner_only(tmp_path):
     assert len(secret) == 32 and read_secret(file, make=True) == read_secret(file) == secret
     assert file.stat().st_mode & 0o077 == 0
     assert base64.b64decode(file.read_text().strip().removeprefix("whsec_")) == secret
-    for text, problem in {"nonsense!": "whsec_", "": "0 bytes"}.items():
+    for text, problem in {"nonsense!": "whsec_", "": r"\b0\b"}.items():
         file.write_text(text)
         with pytest.raises(InvalidInput, match=problem):
             read_secret(file)
@@ -115,7 +159,7 @@ def test_receivers_that_never_answer_hold_up_those_of_their_key_alone(hook_setti
         await asyncio.sleep(60)
 
     hook.answers["/never"] = silent
-    mallory, ann = ({"Authorization": f"Bearer {make_key(database, name)}"} for name in ("mallory", "ann"))
+    mallory, ann = (bearer(make_key(database, name)) for name in ("mallory", "ann"))
     few = dataclasses.replace(
         hook_settings, limits=dataclasses.replace(hook_settings.limits, webhooks=6, webhooks_of_a_key=4)
     )
@@ -155,7 +199,9 @@ def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hook_settin
         wait_for(lambda: outcomes["delivered"].get() == 1)
         answered.set()
         wait_for(lambda: outcomes["delivered"].get() == 2)
-        assert sorted(request.split()[1] for request in hook.requests) == [b"/broken", b"/slow", b"/third"]
+        paths = [request.split()[1] for request in hook.requests]
+        assert sorted(path for path in paths if path != b"/broken") == [b"/slow", b"/third"]
+        assert b"/broken" in paths  # On a busy machine it is called again meanwhile.
 
 
 def test_delivery_that_fails_in_an_unknown_way_is_counted_and_tried_again(

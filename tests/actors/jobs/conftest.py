@@ -16,7 +16,7 @@ def postgres_server():
     programs = postgres.binaries()
     if programs is None:
         pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-    pytest.importorskip("psycopg", reason='its driver is not installed (pip install "wan-tpu[postgresql]")')
+    pytest.importorskip("psycopg", reason='its driver is not installed (pip install ".[postgresql]")')
     with postgres.server(programs) as running:
         yield running
 
@@ -48,9 +48,11 @@ def migrated_sqlite(tmp_path_factory):
 def address(request, tmp_path):
     """Return the address of an empty database with the schema."""
     if request.param == "sqlite":
-        return str(shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "jobs.sqlite"))
+        yield str(shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "jobs.sqlite"))
+        return
     server = request.getfixturevalue("postgres_server")
-    return server.new_database(like=request.getfixturevalue("migrated_postgres"))
+    with server.shown():
+        yield server.new_database(like=request.getfixturevalue("migrated_postgres"))
 
 
 @pytest.fixture

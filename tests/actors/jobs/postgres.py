@@ -49,6 +49,14 @@ class Server:
         return self._at(name)
 
     @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Print what the server logs during a test; pytest shows it if the test fails."""
+        with (self._folder / "log").open() as log:
+            log.seek(0, os.SEEK_END)
+            yield
+            print(log.read())
+
+    @contextlib.contextmanager
     def pooler(self, mode: str) -> Iterator[Callable[[str], str]]:
         """Run PgBouncer with its defaults and a mode; yield what turns an address of this server into the pooler's."""
         program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")

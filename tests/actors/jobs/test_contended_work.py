@@ -28,7 +28,7 @@ def test_text_that_postgresql_cannot_look_into_does_not_stop_the_queue(store, wo
 def test_results_and_reasons_that_no_database_can_hold_are_recorded_without_the_odd_characters(store, work):
     for name in ("made", "failed"):
         ask(store, name=name)
-    work.complete(claimed := work.claim("w"), {}, ["cut: \0\ud800"])
+    work.keep_last_segment(claimed := work.claim("w"), {}, ["cut: \0\ud800"])
     work.fail(failed := work.claim("w"), "invalid", "NUL \0 and \udfff")
     assert (store.get(claimed.id).warnings, store.get(failed.id).error_message) == (["cut: ?"], "NUL  and ?")
 

@@ -20,7 +20,7 @@ def test_a_webhook_is_due_once_its_job_has_ended_and_claimed_by_one_process_at_a
     assert deliveries.claim(database) is None
     leased = queue.claim("w")
     assert leased.id == done.id
-    queue.announce(leased, ["a"])
+    queue.announce(leased, {"a": 1})
     queue.complete(leased, {"video": "a"})
     store.cancel(silent.id)
     delivery = deliveries.claim(database)

@@ -44,6 +44,7 @@ def test_the_queue_and_the_lists_are_read_from_indexes(database):
         "jobs_outcomes": "SELECT error_code, status, count(*) FROM jobs GROUP BY error_code, status",
         "jobs_expiry": "SELECT id FROM jobs WHERE expires_at <= 5 LIMIT 100",
         "files_of_job": "SELECT name FROM files WHERE job = 'a'",
+        "files_of_owner": "SELECT sum(size) FROM files WHERE owner = 'a'",
         "files_delete": "SELECT name FROM files WHERE delete_at <= 5 ORDER BY delete_at LIMIT 100",
     }
     for i in range(20):  # All of one owner, so that PostgreSQL has a reason to use the index of keys.

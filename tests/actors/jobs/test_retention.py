@@ -33,12 +33,12 @@ def list_recorded_files(database):
 
 def make_finished_job(database, storage, retention=ALWAYS):
     """Return a completed job with an input, a video, and an announced file that isn't a result."""
-    Retention(database, storage, ALWAYS).reserve("inputs/a.png")
+    Retention(database, storage, ALWAYS).reserve("inputs/a.png", "", 1)
     storage.write("inputs/a.png", b"image")
     JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/a.png"))
     work = WorkQueue(database, retention)
     leased = work.claim("w")
-    work.announce(leased, ["a/1/video.mp4", "a/1/draft.mp4"])
+    work.announce(leased, dict.fromkeys(["a/1/video.mp4", "a/1/draft.mp4"], 1))
     for name in ("a/1/video.mp4", "a/1/draft.mp4"):
         storage.write(name, b"video")
     return work.complete(leased, {"video": "a/1/video.mp4"})
@@ -51,26 +51,20 @@ def test_files_that_are_no_results_are_removed_and_the_rest_stays(database, stor
     assert JobStore(database).get(job.id).status == "completed"
 
 
-def test_an_expired_job_goes_with_all_its_files(database, storage):
-    job = make_finished_job(database, storage, AT_ONCE)
-    assert Retention(database, storage).sweep() == (1, 3)
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["expired", "deleted"])
+def test_a_job_that_goes_takes_all_its_files(is_deleted, database, storage):
+    job = make_finished_job(database, storage, ALWAYS if is_deleted else AT_ONCE)
+    if is_deleted:  # A crash after that leaves files, but the list of them too.
+        JobStore(database).delete(job.id)
+    assert Retention(database, storage).sweep() == (not is_deleted, 3)
     with pytest.raises(JobNotFound):
         JobStore(database).get(job.id)
-    assert storage.list() == {}
-    assert list_recorded_files(database) == set()
-
-
-def test_a_deleted_job_goes_with_all_its_files(database, storage):
-    job = make_finished_job(database, storage)
-    JobStore(database).delete(job.id)
-    # A crash here leaves files, but the list of them too.
-    assert Retention(database, storage).sweep() == (0, 3)
-    assert storage.list() == {}
+    assert storage.list() == {} and list_recorded_files(database) == set()
     assert Retention(database, storage).sweep() == (0, 0)
 
 
 def test_an_upload_that_became_no_job_is_removed(database, storage):
-    Retention(database, storage, AT_ONCE).reserve("inputs/b.png")
+    Retention(database, storage, AT_ONCE).reserve("inputs/b.png", "", 1)
     storage.write("inputs/b.png", b"image")
     assert Retention(database, storage).sweep() == (0, 1)
     assert storage.list() == {}
@@ -79,7 +73,7 @@ def test_an_upload_that_became_no_job_is_removed(database, storage):
 def test_a_released_upload_is_gone_unless_a_job_has_it(database, storage):
     retention, store = Retention(database, storage), JobStore(database)
     for name in ("inputs/free.png", "inputs/taken.png"):
-        retention.reserve(name)
+        retention.reserve(name, "", 1)
         storage.write(name, b"image")
     store.submit(Job(owner="ann", request={}, input_image="inputs/taken.png"))
     assert retention.release("inputs/free.png") and not retention.release("inputs/taken.png")
@@ -90,7 +84,7 @@ def test_a_released_upload_is_gone_unless_a_job_has_it(database, storage):
 def test_no_job_gets_an_upload_that_is_being_released(database, storage, tmp_path):
     """Its file can't be removed yet, but is due from then on."""
     retention = Retention(database, storage)
-    retention.reserve("inputs/b.png")
+    retention.reserve("inputs/b.png", "", 1)
     (tmp_path / "results" / "inputs/b.png").mkdir(parents=True)  # Not a file: even root can't unlink it.
     assert not retention.release("inputs/b.png")
     with pytest.raises(JobError):
@@ -98,7 +92,7 @@ def test_no_job_gets_an_upload_that_is_being_released(database, storage, tmp_pat
 
 
 def test_an_upload_that_may_still_become_one_stays(database, storage):
-    Retention(database, storage, JobSettings(abandoned_s=HOUR)).reserve("inputs/b.png")
+    Retention(database, storage, JobSettings(abandoned_s=HOUR)).reserve("inputs/b.png", "", 1)
     storage.write("inputs/b.png", b"image")
     assert Retention(database, storage).sweep() == (0, 0)
     JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/b.png"))
@@ -110,12 +104,12 @@ def test_files_of_a_lost_worker_are_removed_but_not_the_next_one_s(database, sto
     JobStore(database).submit(Job(owner="ann", request={}))
     lost = WorkQueue(database, AT_ONCE, ReliabilitySettings(lease_s=0.05))
     late = lost.claim("late")
-    lost.announce(late, ["a/1/video.mp4"])
+    lost.announce(late, {"a/1/video.mp4": 1})
     time.sleep(0.1)
     lost.requeue_lost()
     work = WorkQueue(database)
     leased = work.claim("next")
-    work.announce(leased, ["a/2/video.mp4"])
+    work.announce(leased, {"a/2/video.mp4": 1})
     storage.write("a/1/video.mp4", b"half")
     storage.write("a/2/video.mp4", b"video")
     assert Retention(database, storage).sweep() == (0, 1)
@@ -147,7 +141,7 @@ def test_file_that_is_needed_again_while_others_are_removed_stays(database, tmp_
     storage = SlowStorage(tmp_path / "results")
     names = {f"inputs/{number}.png" for number in range(3)}
     for name in names:
-        Retention(database, storage, AT_ONCE).reserve(name)
+        Retention(database, storage, AT_ONCE).reserve(name, "", 1)
         storage.write(name, b"image")
 
     def need_the_others(name):
@@ -162,7 +156,7 @@ def test_file_that_is_needed_again_while_others_are_removed_stays(database, tmp_
 
 def test_file_is_due_for_others_while_it_is_being_removed_and_recorded_if_it_is_taken_all_the_same(database, tmp_path):
     storage = SlowStorage(tmp_path / "results")
-    Retention(database, storage, AT_ONCE).reserve("inputs/a.png")
+    Retention(database, storage, AT_ONCE).reserve("inputs/a.png", "", 1)
 
     def take(name):
         with database.write() as session:

@@ -3,10 +3,13 @@
 import pytest
 from sqlalchemy import event
 
-from actors.jobs.errors import QueueFull
+from actors.jobs.errors import QueueFull, StoredTooMuch
+from actors.jobs.retention import Retention
 from actors.jobs.tables import Job
-from actors.jobs.values import Room
+from actors.jobs.usage import StoredBytes, read_stored
+from actors.jobs.values import JobSettings, Room
 from wan_tpu.errors import InvalidRequest
+from wan_tpu.storage.opening import open_storage
 
 
 def chain(segments, owner="ann", **options):
@@ -93,3 +96,35 @@ def test_room_and_turns_are_read_from_an_index(database, store):
             plan = "\n".join(str(row) for row in connection.exec_driver_sql(explain + statement, parameters))
             assert ("Index Only Scan" if database.postgresql else "COVERING INDEX") in plan, plan
             assert "jobs_room" in plan, plan
+
+
+def test_files_of_a_key_count_until_they_are_removed_and_others_do_not_count(database, store, work, tmp_path):
+    retention = Retention(database, open_storage(tmp_path), JobSettings(abandoned_s=3600))
+    retention.reserve("input", "ann", 40)
+    job = store.submit(Job(owner="ann", request={}, input_image="input", idempotency_key="key"))[0]
+    claimed = work.claim("w")
+    work.announce(claimed, {"video": 60, "draft": 10**11})
+    work.announce(claimed, {"video": 60, "draft": 1})  # The answer to the first try was lost.
+    work.complete(claimed, {"video": "video"})
+    assert read_stored(database) == {"ann": 101} and read_stored(database, "bob") == {}
+    with pytest.raises(StoredTooMuch, match=r"0\.00 GB.* 1e-07 GB"):
+        store.check_room("ann", None, Room(stored=100), None)
+    store.check_room("ann", "key", Room(stored=100), None)  # Accepted before.
+    store.check_room("ann", None, Room(stored=101), None)
+    store.check_room("bob", None, Room(stored=0), None)
+    store.delete(job.id)
+    retention.sweep()
+    assert read_stored(database) == {}
+    store.check_room("ann", None, Room(stored=0), None)
+
+
+def test_files_are_summed_once_a_minute_for_a_page(database, tmp_path):
+    now, retention = [100.0], Retention(database, open_storage(tmp_path), JobSettings())
+    stored = StoredBytes(database, lambda: now[0])
+    retention.reserve("first", "ann", 40)
+    assert stored.read() == {"ann": 40}
+    retention.reserve("second", "ann", 60)
+    now[0] = 159.0
+    assert stored.read() == {"ann": 40}
+    now[0] = 160.0
+    assert stored.read() == {"ann": 100}

@@ -1,6 +1,6 @@
 """A file that several jobs need lives as long as any of them, on both databases.
 
-What ends, deletes and expires jobs doesn't know of shares, as an earlier version beside this one doesn't.
+What deletes and expires jobs doesn't know of shares, as an earlier version beside this one doesn't.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from sqlalchemy import func, select, update
 
 from actors.jobs.retention import Retention
 from actors.jobs.sharing import FileGone, expire_unshared
+from actors.jobs.stored_request import Redo
 from actors.jobs.tables import File, FileShare, Job
 from wan_tpu.storage.local import LocalStorage
 
@@ -32,7 +33,7 @@ def source(store, work, storage):
     """Return a job that has completed."""
     store.submit(Job(owner="ann", request={}))
     claimed = work.claim("w")
-    work.announce(claimed, [VIDEO])
+    work.announce(claimed, {VIDEO: 1})
     storage.write(VIDEO, b"video")
     return work.complete(claimed, {"video": VIDEO})
 
@@ -66,6 +67,15 @@ def test_shared_file_lives_as_long_as_any_job_needs_it(first, deleted, store, da
     with database.read() as session:
         assert session.scalar(select(func.count()).select_from(FileShare)) == 0
         assert session.scalar(select(func.count()).select_from(File)) == 0
+
+
+def test_segments_that_a_failed_job_was_to_share_are_released(store, database, retention, storage, source):
+    redo = Redo(1, 7, (None, VIDEO), ()).to_stored()
+    again, _ = store.submit(Job(owner="ann", request={"next_prompts": ["on"], "redo": redo}), shared=[VIDEO])
+    store.delete(source.id)
+    assert sweep(database, retention, storage)
+    store.cancel(again.id)
+    assert not sweep(database, retention, storage)
 
 
 def test_file_of_a_deleted_or_expired_job_is_not_shared(store, database, retention, source):

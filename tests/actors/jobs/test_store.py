@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -33,11 +34,6 @@ from wan_tpu.storage.opening import open_storage
 
 def ask(owner="ann", prompt="a cat", **options):
     return Job(owner=owner, request={"prompt": prompt}, body_digest=prompt, **options)
-
-
-@pytest.fixture
-def store(database):
-    return JobStore(database)
 
 
 def test_submitted_job_is_found_as_it_was_submitted(store, address):
@@ -263,7 +259,7 @@ def test_counts_say_what_there_is(store, database):
 
 
 def test_an_input_that_was_not_reserved_in_time_is_refused_with_its_job(store, database, tmp_path):
-    Retention(database, open_storage(tmp_path), JobSettings(abandoned_s=30)).reserve("inputs/late.png")
+    Retention(database, open_storage(tmp_path), JobSettings(abandoned_s=30)).reserve("inputs/late.png", "", 1)
     for name in ("inputs/never.png", "inputs/late.png"):
         with pytest.raises(JobError):
             store.submit(ask(input_image=name))
@@ -272,6 +268,18 @@ def test_an_input_that_was_not_reserved_in_time_is_refused_with_its_job(store, d
 
 def test_a_database_can_be_handed_to_another_process(database):
     assert JobStore(pickle.loads(pickle.dumps(database))).list().jobs == ()
+
+
+def test_a_new_file_that_another_process_writes_is_waited_for(tmp_path):
+    file = tmp_path / "new.sqlite"
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        later = threading.Timer(0.3, other.execute, ["COMMIT"])
+        later.start()
+        opened = open_database(file)
+        later.join()
+    assert JobStore(opened).list().jobs == ()
+    opened.close()
 
 
 @pytest.mark.parametrize("address", ["", "mysql://root:hunter2@host/jobs", "sqlite://", "postgresql:/x://", "://"])

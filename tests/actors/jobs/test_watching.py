@@ -20,7 +20,7 @@ from wan_tpu.storage.opening import open_storage
 def publish(work, leased, run, number):
     """Announce and show a fragment of a claimed job; return its name."""
     name = f"{leased.id}.{leased.attempts}.{run}-{number}"
-    work.announce(leased, [name])
+    work.announce(leased, {name: 1})
     fragment = StoredFragment(name=name, job=leased.id, attempt=leased.attempts, run=run, number=number, digest="0")
     for _ in range(2):  # As after a commit whose answer was lost.
         work.publish_fragments(leased, [fragment])

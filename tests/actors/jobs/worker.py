@@ -27,7 +27,7 @@ def main(address: str, name: str, folder: Path, lease_s: float) -> None:
             continue
         result = f"{leased.id}/{leased.attempts}"
         try:
-            work.announce(leased, [result])
+            work.announce(leased, {result: 1})
             leased.progress = Progress(stage="denoise_high", step=1, steps=1, percent=50.0)
             work.renew_lease(leased)
             time.sleep(0.005)  # A job takes time, in which others use the database.

@@ -50,6 +50,7 @@ class Watcher(threading.Thread):
         super().__init__(daemon=True)
         self._online, self._ended = online, threading.Event()
         self.most = dict.fromkeys(names, 0.0)
+        self.parts = dict.fromkeys(names, "")  # Of which kinds these pages are: shown when a limit is passed.
 
     def run(self):
         while not self._ended.wait(0.5):
@@ -57,8 +58,10 @@ class Watcher(threading.Thread):
                 for process in self._online.processes(name):
                     try:
                         memory = process.memory_full_info()
-                        self.most[name] = max(self.most[name], (memory.uss + memory.shared) / MIB)
-                    except psutil.NoSuchProcess:
+                        parts = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+                        if (own := (memory.uss + memory.shared) / MIB) > self.most[name]:
+                            self.most[name], self.parts[name] = own, parts
+                    except (psutil.NoSuchProcess, OSError):
                         continue
 
     def end(self):
@@ -85,6 +88,7 @@ def test_a_hostile_client_harms_only_itself(online, attack):
     report = json.loads(done.stdout.splitlines()[-1])
     stored = sum(file.stat().st_size for file in Path(online.settings.storage).rglob("input-*"))
     print(json.dumps(report, indent=1), watcher.most, f"{stored / MIB:.1f} MiB of images stored")
+    print(*(f"{name}:\n{parts}" for name, parts in watcher.parts.items()))
     assert not report["odd"]["before"]
     # Others are never refused but for a moment, and then told when to come back.
     assert not [oddity for oddity in report["odd"]["during"] if " 503 again" not in oddity], report["odd"]

@@ -47,6 +47,7 @@ def slices_of(making, stage):
     return {span.slice for span in making.spans if span.stage == stage}
 
 
+@pytest.mark.soak
 def test_request_survives_a_killed_host_and_then_a_hung_one(running, undisturbed_video):
     """Two losses under one request are too many for its two attempts, but for the progress made in between."""
     victim = running.host("low", 1)  # to find one takes as long as many steps
@@ -59,7 +60,7 @@ def test_request_survives_a_killed_host_and_then_a_hung_one(running, undisturbed
     done = max(span.step for span in making.spans if span.slice == first and span.step is not None)
     making.wait_for("denoise_low", done + 1)  # which is progress
     os.kill(stopped.pid, signal.SIGSTOP)
-    back = threading.Timer(60, lambda: stopped.is_running() and stopped.send_signal(signal.SIGCONT))
+    back = threading.Timer(SECONDS, lambda: stopped.is_running() and stopped.send_signal(signal.SIGCONT))
     back.daemon = True
     back.start()
     check(making, undisturbed_video, again=4 * EVERY)
@@ -167,6 +168,7 @@ def start_driver(running, spec, folder, id, size, steps):
     return start_module(worker, running.cluster.address, *files, output=folder / "log")
 
 
+@pytest.mark.soak
 def test_batch_run_again_goes_on_where_its_killed_driver_was(running, undisturbed_video, spec, tmp_path):
     """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
     snapshots = Snapshots(spec.settings.snapshots)

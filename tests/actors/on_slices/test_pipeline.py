@@ -42,6 +42,8 @@ from wan_tpu.media.reading import read_frames
 
 HIGH, ALL = 36, 100  # steps
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def first(running):
@@ -88,7 +90,6 @@ def test_a_poisoned_request_fails_alone(running, undisturbed_video):
     assert not poisoned.steps("denoise_high")
 
 
-@pytest.mark.long
 def test_a_request_has_its_own_adapters_and_others_have_none(running, undisturbed_video, tmp_path):
     """On the slice of two hosts, too; one that can't be applied fails alone, and says which tensor it is."""
     source = running.pipeline.spec.settings.checkpoint
@@ -197,7 +198,6 @@ def test_an_urgent_request_overtakes_between_two_steps_and_changes_no_bit(runnin
         assert not [s for s in overtaken if s.end_s > spans[0].start_s and s.start_s < spans[-1].end_s]
 
 
-@pytest.mark.long
 def test_more_requests_than_fit_wait(running, spec):
     """A slice takes every call, and lets as many in as have room on its devices."""
 
@@ -211,13 +211,17 @@ def test_more_requests_than_fit_wait(running, spec):
     twin = running.start("one", long, other)
     with pytest.raises(RequestFailed, match=r"\bone\b"):
         twin.video()
-    others = [running.start(f"more-{i}", long, other) for i in range(20)]
-    for making in others:
-        making.wait_for("encoder")
-    # Of one slice: the pool may have grown meanwhile, and the first ones may be with the next expert by now.
-    assert 1 <= len(running.ask("high", "list_host_keys")) <= MAX_PLACES
+    others = [running.start(f"more-{i}", long, other) for i in range(3 * MAX_PLACES)]
+    try:
+        for making in others:
+            making.wait_for("encoder")
+        # Of one slice: the pool may have grown meanwhile, and the first ones may be with the next expert by now.
+        keys = wait_for(lambda: running.ask("high", "list_host_keys"), "a request on a slice")
+        assert len(keys) <= MAX_PLACES
+    finally:
+        for making in (first, *others):
+            making.cancel()
     for making in (first, *others):
-        making.cancel()
         with pytest.raises(asyncio.CancelledError):
             making.video()
     last = running.start("last", long, other)
@@ -268,7 +272,6 @@ def test_a_status_actor_that_was_restarted_is_told_of_every_replica(running, spe
     status.replace_spec(spec)
 
 
-@pytest.mark.long
 def test_a_slice_is_traced_while_it_computes(running, undisturbed_video, tmp_path, capsys):
     making = running.start("traced", SHORT)
     making.wait_for("denoise_low")  # on two hosts
@@ -280,9 +283,9 @@ def test_a_slice_is_traced_while_it_computes(running, undisturbed_video, tmp_pat
     traces = list(folder.glob("*.xplane.pb"))
     assert len(traces) == 2 and all(b"XLA" in trace.read_bytes() for trace in traces)
     assert main(["profile", "nothing", *options]) == 2
-    assert "there is no pool 'nothing'; this pipeline has encoder, high, low, decoder" in capsys.readouterr().err
+    assert "encoder, high, low, decoder" in capsys.readouterr().err
     assert main(["profile", "low", "--name", "wan-tpo", *options]) == 2
-    assert "no pipeline 'wan-tpo' on this cluster (did you mean wan-tpu?); it runs wan-tpu" in capsys.readouterr().err
+    assert "wan-tpu?" in capsys.readouterr().err
 
 
 def test_ray_s_dashboard_finds_the_hosts_that_it_can_trace(running, profiler_port):
@@ -294,7 +297,6 @@ def test_ray_s_dashboard_finds_the_hosts_that_it_can_trace(running, profiler_por
     assert listening <= {int(key.decode().rpartition(":")[2]) for key in keys}
 
 
-@pytest.mark.long
 def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings):
     layout = Layout.parse(f"pools:\n  all:\n    stages: [{', '.join(STAGES)}]\n    slice: v6e-16\n", "tests")
     settings = dataclasses.replace(settings, name="late", reliability=ReliabilitySettings())
@@ -321,7 +323,6 @@ def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
     status.report_gone("low/old")
 
 
-@pytest.mark.long
 def test_a_batch_s_pipeline_stays_its_own_when_the_node_of_its_mark_is_lost(running):
     with _hold_name("batch"):
         [process] = [process for process in running.processes() if "_Owner" in title(process)]

@@ -219,7 +219,7 @@ class Chains:
         while True:
             self.opening = process
             try:
-                return WorkerContext(self.settings, Engine(self, process), Snapshots(), previews=False)  # type: ignore[arg-type]
+                return WorkerContext(self.settings, Engine(self, process), Snapshots(), pictures=False)  # type: ignore[arg-type]
             except StoreUnavailable:
                 self.world.loop.block(1.0)
 
@@ -301,7 +301,7 @@ class Chains:
         with self.store._database.read() as session:
             known = session.get(File, name) is not None
         if not known:
-            retention.reserve(name)
+            retention.reserve(name, "", 1)
 
     async def _watch(self, job: Job) -> None:
         chance = self.world.random
@@ -446,13 +446,13 @@ class Chains:
         expected = self.expected[job.id]
         if not expected.startswith(got) or (viewer.cut is None and got != expected):
             yield f"{job.id}: a viewer got {got.hex()}, not {expected.hex()} ({viewer.cut})"
-        refusal = next((at for at in self.media.refusals if at <= viewer.end_s), None)
         if viewer.cut is None or job.id in self.cancelled | self.deleted or self.troubles:
             return
-        if refusal is None or not got:
+        refusals = [at for at in self.media.refusals if viewer.begin_s <= at <= viewer.end_s]
+        if not refusals or not got:
             yield f"{job.id}: a viewer was cut without a reason after {len(got)} bytes: {viewer.cut}"
-        elif viewer.begin_s > refusal or viewer.end_s > max(self.media.refusals) + 2:
-            yield f"{job.id}: a viewer was cut late, at {viewer.end_s:.1f}, refused at {refusal:.1f}: {viewer.cut}"
+        elif viewer.end_s > refusals[-1] + 2:
+            yield f"{job.id}: a viewer was cut late, at {viewer.end_s:.1f}, refused at {refusals[-1]:.1f}: {viewer.cut}"
 
     def _check_turns(self) -> Iterator[str]:
         """While a job waits for its first segment, another owner begins only a few of its own."""

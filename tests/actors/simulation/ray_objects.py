@@ -110,7 +110,10 @@ class StatusHandle(ActorHandle):
         super().__init__(process.loop, process, board)
 
     def __getattr__(self, name: str) -> Any:
-        report, process = getattr(self._actor, name), self._process
-        method = types.SimpleNamespace(remote=lambda *args: None if process.dead else report(*args))
+        def call(*args: Any) -> Any:
+            method, *rest = args if name == "report" else (name, *args)
+            return None if self._process.dead else getattr(self._actor, method)(*rest)
+
+        method = types.SimpleNamespace(remote=call)
         self.__dict__[name] = method
         return method

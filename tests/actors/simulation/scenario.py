@@ -120,6 +120,7 @@ class Run:
         if self.faults and is_bad < 0.03:
             prompt = f"{'bad' if is_bad < 0.015 else 'nan'} {number}"
         kind = chance.choice(("text", "text", "image", "read image", "video", "plain"))
+        kind = "open" if kind == "text" and number % 3 == 0 else kind  # Found without a further random number.
         steps = chance.randint(2, 6)
         plan = plan_of(steps, "chunks", prompt, number) if self._in_chunks else plan_of(steps, kind, prompt, number)
         priority = chance.choice((0, 0, 0, 0, 1))

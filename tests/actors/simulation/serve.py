@@ -196,7 +196,7 @@ class Handle:
     """A driver's handle to a pool."""
 
     def __init__(self, pool: PoolOfReplicas, driver: Process) -> None:
-        names = ("check_adapters", "encode_text", "encode_image", "denoise", "decode", "decode_chunks")
+        names = ("check_adapters", "encode_text", "encode_image", "denoise", "decode")
         self._methods = {name: _Remote(pool, driver, name) for name in names}
 
     def __getattr__(self, name: str) -> "_Remote":

@@ -133,7 +133,7 @@ class Service:
         while True:
             self.opening = process  # The worker opens database and storage before it waits for anything.
             try:
-                tools = WorkerContext(self.settings, engine, snapshots, previews=False)
+                tools = WorkerContext(self.settings, engine, snapshots, pictures=False)
                 tools.queue.complete = functools.partial(self._complete, tools.queue.complete)  # type: ignore[method-assign]
                 return tools
             except StoreUnavailable:

@@ -10,6 +10,7 @@ from cluster.errors import CallFailed, DeviceFailed, SliceLost
 from cluster.gang.protocol import LANES, HostPlace, Output, Timeouts
 from cluster.gang.slice import Returned
 from tests.actors.simulation.ray_objects import Object
+from tests.actors.simulation.submissions import MODEL
 from tests.actors.simulation.virtual_time import Lane, Waiting
 from tests.actors.simulation.world import CALL_S, COPY_S, Process, World, array, digest
 from wan_tpu.data import DenoiseState, ImageCondition
@@ -32,7 +33,8 @@ class Host:
         """Do nothing, as there are no weights to read."""
 
     def encode_text(self, prompt: PromptText) -> Output:
-        return Output((0.0, []), pack(TextEmbedding({"text": array(digest("text", prompt.text))})))
+        embedding = TextEmbedding({"text": array(digest("text", prompt.text))})
+        return Output((0.0, [], seconds_of(prompt.text)), pack(embedding))
 
     def prepare_encode(self, key: str, request: ResolvedRequest) -> int:
         self.requests[key] = request
@@ -71,7 +73,7 @@ class Host:
             if payload
             for name in payload.arrays
         )
-        latents, step, chunks = digest("noise", plan.request.seed), plan.first_step, ()
+        latents, step, chunks = digest("noise", plan.request.seed, plan.request.frames), plan.first_step, ()
         if state is not None:
             latents, step = state.arrays["latents"].tobytes(), state.step
             chunks = unpack(state).chunks
@@ -171,6 +173,11 @@ def fragments_of(request: ResolvedRequest, chunks: Sequence[bytes]) -> list[byte
     return [content[start : start + 4] for start in range(0, len(content), 4)]
 
 
+def seconds_of(prompt: str) -> float:
+    """Return how long the model finds a prompt's video to be."""
+    return 1.0 + digest("seconds", prompt)[0] / 64
+
+
 def reads_image(request: ResolvedRequest) -> bool:
     """Return whether the text encoder reads a request's image together with its prompt."""
     return request.image is not None and request.guidance_scale <= 1
@@ -179,12 +186,14 @@ def reads_image(request: ResolvedRequest) -> bool:
 def expected_fragments(plan: RequestPlan) -> list[bytes]:
     """Return the fragments that a request must produce, wherever and however often its parts are computed."""
     request = plan.request
+    if plan.has_open_length:
+        request = MODEL.set_length(plan, seconds_of(request.prompt)).request
     inputs = b"".join(digest("text", prompt) for prompt in plan.prompts)
     if request.image is not None or request.video is not None:
         inputs += digest("image", request.seed)
     if reads_image(request):
         inputs += digest("read", request.prompt)
-    latents, chunks = digest("noise", request.seed), []
+    latents, chunks = digest("noise", request.seed, request.frames), []
     for step in range(plan.first_step, request.steps):
         latents = digest(latents, inputs, step)
         if step + 1 in plan.chunk_stops:

@@ -11,12 +11,22 @@ from actors.engine import Fragment
 from scripts.simulation.simulated import SimulatedSpec
 from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.plan import RequestPlan
-from wan_tpu.request import GenerationRequest
+from wan_tpu.request import GenerationRequest, ResolvedRequest
 
 if TYPE_CHECKING:
     from tests.actors.simulation.scenario import Driver
 
-MODEL = SimulatedSpec(PUBLISHED["wan2.2-i2v-a14b"])
+
+class OpenSpec(SimulatedSpec):
+    """A model that chooses a video's length by its prompt."""
+
+    chooses_length = True
+
+    def shorten(self, request: ResolvedRequest, seconds: float) -> ResolvedRequest:
+        return dataclasses.replace(request, frames=self.nearest_frames(seconds * request.fps))
+
+
+MODEL = OpenSpec(PUBLISHED["wan2.2-i2v-a14b"])
 PICTURES = "image", "read image"  # Kinds of requests that begin with a picture.
 CHUNKS = 3  # The number of chunks of a video that is denoised chunk by chunk.
 UNGUIDED = "plain", "read image"
@@ -45,7 +55,8 @@ class Submission:
 @functools.cache
 def _plan(steps: int, kind: str) -> RequestPlan:
     options: dict[str, Any] = {"guidance_scale": 1.0, "guidance_scale_2": 1.0} if kind in UNGUIDED else {}
-    request = GenerationRequest(prompt="p", height=64, width=64, frames=5, steps=steps, shift=5.0, **options)
+    options["frames"] = None if kind == "open" else 5
+    request = GenerationRequest(prompt="p", height=64, width=64, steps=steps, shift=5.0, **options)
     plan = MODEL.plan(request, image=kind in PICTURES)
     if kind == "read image":
         plan = dataclasses.replace(plan, prompts=())
@@ -68,7 +79,7 @@ def _plan(steps: int, kind: str) -> RequestPlan:
 
 
 def plan_of(steps: int, kind: str, prompt: str, seed: int) -> RequestPlan:
-    """Return the plan of a request: from text alone, with an image, as a change of a video, or without guidance.
+    """Return the plan of a request: from text alone, perhaps of open length, with an image, of a video, or unguided.
 
     For a "read image", the text encoder embeds the prompt together with the image, and not the prompt alone.
     """

@@ -1,4 +1,4 @@
-"""Run by test_stage_host.py, once for each host of a slice: a whole request through `StageHost`, piece by piece.
+"""Run by test_two_hosts.py, once for each host of a slice: a whole request through `StageHost`, piece by piece.
 
 Arguments: rank, hosts, port, checkpoint, image, folder for results. Writes <rank>.npz, and a failure ends it.
 """
@@ -122,7 +122,7 @@ condition = share_payload("image", host.encode_image("a").payload)
 host.prepare_denoise("a", later, *texts, condition)
 snapshots = {}
 assert begin_and_step("a", snapshots).stop == plan.experts[1].start
-beside = threading.Thread(target=host.prepare_denoise, args=("b", later, *texts, condition))
+beside = threading.Thread(target=host.prepare_denoise, args=("b", later, *texts, condition), daemon=True)
 beside.start()  # the next request's inputs come while this one computes
 begin_and_step("a", snapshots)
 beside.join()
@@ -139,7 +139,7 @@ def take_fragments():
         fragments.extend(new)
 
 
-taking = threading.Thread(target=take_fragments)
+taking = threading.Thread(target=take_fragments, daemon=True)
 taking.start()  # in a lane of its own
 video = share_payload("video", host.decode("a").payload)
 taking.join()

@@ -1,4 +1,4 @@
-"""The request that test_stage_host.py makes in one process, and host_process.py on the hosts of a slice."""
+"""The request that the tests of a slice make in one process, and host_process.py on the hosts of a slice."""
 
 from wan_tpu import GenerationRequest
 

@@ -21,9 +21,10 @@ def path(checkpoint, tmp_path_factory):
     pairs = files.factors(pipe.connectors, names, scale=3.0)
     tensors = files.name_tensors(pairs, names, "text_embedding_projection.", "lora_A", "lora_B")
     folder = tmp_path_factory.mktemp("adapter")
-    return files.save(tensors, folder / "text.safetensors", {"reference_downscale_factor": "2"})
+    return files.save(tensors, folder / "text.safetensors", {"lora_scale": "0.5"})
 
 
+@pytest.mark.long
 def test_prompt_is_encoded_with_the_adapter_that_was_fetched_and_only_with_it(checkpoint, path):
     folder = checkpoint("ltx-2.3-distilled")
     pipe = load_pipeline(folder, dtype="float32", mesh=(1, 1, 1))
@@ -50,4 +51,4 @@ def test_host_that_denoises_says_what_a_file_asks_for_in_vain(checkpoint, path):
     )
     host = StageHost(str(folder), ("denoise", "refine"), (1, 1, 1), "float32")
     [warning] = host.fetch_adapters(plan)
-    assert "reference_downscale_factor" in warning
+    assert "lora_scale" in warning

@@ -28,7 +28,7 @@ KIND = "helios-distilled"
 CHUNKS = 5  # The first is decoded while four more are denoised, which leaves a busy machine time for it.
 REQUEST = GenerationRequest(prompt="a cat", seed=3, height=64, width=64, frames=33 * CHUNKS, steps=60)
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def folder(monkeypatch, tmp_path):
 def test_pools_hand_chunks_to_each_other_and_resume_them_bit_for_bit(folder):
     pipe = load_pipeline(folder, dtype="float32", mesh=(1, 1, 1))
     plan = pipe.plan(REQUEST)
-    results = list(pipe.run(plan).work())
+    results = list(pipe.make_executor(plan).work())
     states = [result.state for operation, result in results if isinstance(operation, Step)]
     planes = [np.asarray(result[1]) for operation, result in results if isinstance(operation, Decode)]
 

@@ -10,7 +10,7 @@ from actors.slices.references import RefStore
 from cluster.connect import connect, leave
 from tests.waiting import SECONDS
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.thorough
 
 LATENTS = np.arange(300_000, dtype=np.float32)  # Too much for Ray to send it with the reference.
 
@@ -21,7 +21,7 @@ class Denoiser:
 
     async def put_chunk(self, scope, chunk):
         ref = ray.put(LATENTS + chunk)
-        await scope.add_chunk(chunk, await scope.put(ref))
+        await scope.put_chunk(chunk, ref)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from actors.errors import InputLost
 from actors.slices.payloads import EncodedVideo, Payload, TextEmbedding, mp4, pack, unpack
 from actors.slices.references import RefStore
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, Settings
 from tests.waiting import wait_for
 from wan_tpu.data import DenoiseState, ImageCondition
 
@@ -22,12 +21,11 @@ MEGABYTES = 64
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """A Ray of one node, with an object store of its own."""
-    with EmulatedCluster.start((), Settings(head_store_mib=1024), folder=tmp_path_factory.mktemp("cluster")) as head:
-        connect(head.address)
-        yield
-        leave()
+def store(three_slices):
+    """The object store of a cluster's head."""
+    connect(three_slices.address)
+    yield
+    leave()
 
 
 def array(*shape, dtype=np.float32):
@@ -60,6 +58,7 @@ def arrays_of(value):
     return [x for content in parts for x in content if x is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VALUES)
 def test_values_come_out_of_the_store_as_views_with_the_same_bits(name, store):
     value = VALUES[name]
@@ -96,6 +95,7 @@ def test_anything_else_is_refused(wrong):
         unpack(wrong)
 
 
+@pytest.mark.long
 def test_bfloat16_as_uint16_is_faster_than_by_itself(store):
     """64 MB put and read once: the point of the view. Measured: 20 to 30 ms against 100 to 200 ms."""
     values = array(MEGABYTES << 19, dtype=ml_dtypes.bfloat16)
@@ -117,6 +117,7 @@ def test_bfloat16_as_uint16_is_faster_than_by_itself(store):
     assert sum(tagged) < sum(naive)
 
 
+@pytest.mark.long
 def test_adopted_payload_outlives_the_leader_that_created_it(store):
     class Leader:
         """Leaves payloads as a slice's leader does, whose hosts make them: it is their owner."""
@@ -142,8 +143,16 @@ def test_adopted_payload_outlives_the_leader_that_created_it(store):
             return False
         return True
 
+    def is_dead(actor):
+        try:
+            ray.get(actor.__ray_ready__.remote())
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
     scope.drop(dropped)
     ray.kill(leader)
+    wait_for(lambda: is_dead(leader), "the leader ends")  # A value that is read before is kept here, and isn't lost.
     wait_for(is_lost, "it goes with its owner")
     with pytest.raises(InputLost):
         asyncio.run(fetch(dropped))

@@ -6,17 +6,17 @@ from actors.slices.references import _RefStoreActor
 def test_a_restarted_store_never_takes_one_payload_for_another():
     before, after = _RefStoreActor(), _RefStoreActor()
     embedding = before.put(0, ["a prompt's embedding"])
-    assert before.get(0, [embedding]) == ["a prompt's embedding"]
+    assert before.get(0, [embedding]) == {embedding: "a prompt's embedding"}
     state = after.put(0, ["another stage's state"])
-    assert after.get(0, [embedding]) == []
-    assert after.get(0, [state]) == ["another stage's state"]
+    assert after.get(0, [embedding]) == {}
+    assert after.get(0, [state]) == {state: "another stage's state"}
 
 
 def test_nothing_is_kept_of_a_request_that_has_ended():
     store = _RefStoreActor()
     first, second = store.put(0, ["one"]), store.put(0, ["two"])
     store.drop(0, [first])
-    assert store.get(0, [first, second]) == ["two"]
+    assert store.get(0, [first, second]) == {second: "two"}
     store.end(0)
     late = store.put(0, ["of a stage that was cancelled"])
-    assert store.get(0, [second, late]) == []
+    assert store.get(0, [second, late]) == {}

@@ -103,7 +103,13 @@ def test_simulated_host_takes_the_planned_time(tmp_path):
 
 @pytest.mark.parametrize(
     "module",
-    ["scripts.simulation.simulated", "actors.slices.leader", "actors.pipeline.driver", "actors.slices.references"],
+    [
+        "actors.slices.leader",
+        *(
+            pytest.param(module, marks=pytest.mark.long)
+            for module in ("scripts.simulation.simulated", "actors.pipeline.driver", "actors.slices.references")
+        ),
+    ],
 )
 def test_leaders_and_simulated_hosts_stay_small(module):
     """There may be many on a machine; JAX and torch alone would take 500 MB of each."""

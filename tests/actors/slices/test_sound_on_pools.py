@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 
 from actors.batch.manifest import read_manifest
+from actors.batch.one_process import OneProcessEngine
 from actors.batch.run import open_batch
 from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from cluster.connect import connect, leave
 from cluster.layout import Layout
+from scripts.published.ltx_rules import make_adapter
 from tests.actors.api.test_sound import streams
 from tests.actors.on_slices.running import in_one_process
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest
+from wan_tpu.aot.programs import RANK
 from wan_tpu.families import open_spec
+from wan_tpu.families.ltx2.published import TWO_STAGES
 from wan_tpu.storage.opening import open_storage
 
 LAYOUT = """
@@ -32,32 +36,42 @@ H3 = GenerationRequest(prompt="A cat purrs", height=32, width=64, frames=124, st
 REQUESTS = {
     # The image is encoded for each stage.
     "ltx-2.3-distilled": (dataclasses.replace(LTX, image=PHOTO), LTX),
+    # The first stage has guidance, and the second an adapter.
+    "ltx-2.5": (dataclasses.replace(LTX, preset=TWO_STAGES, steps=5),),
     # Its text encoder reads the prompt, which all have, with the images of each.
     "minimax-h3": (
         dataclasses.replace(H3, image=PHOTO, last_image=PHOTO),
         dataclasses.replace(H3, image=PHOTO),
         H3,
+        dataclasses.replace(H3, references=[f"image:{PHOTO}"], reference_size="match"),
     ),
 }
 STEPS = {
     "ltx-2.3-distilled": [*(("denoise", i) for i in range(1, 9)), *(("refine", i) for i in range(9, 12))],
+    "ltx-2.5": [("denoise", 1), ("denoise", 2), ("refine", 3), ("refine", 4), ("refine", 5)],
     "minimax-h3": [("denoise", i) for i in range(1, 4)],
 }
+# Both of MiniMax-H3's transformers share a slice here; what each needs is encoded by another one.
+DENOISE = dict.fromkeys(REQUESTS, "denoise, refine") | {"minimax-h3": "denoise, denoise_ref"}
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module", params=REQUESTS)
-def spec(request, three_slices, checkpoint, tmp_path_factory):
-    """A pipeline that runs."""
+def running(request, three_slices, checkpoint, tmp_path_factory):
+    """A pipeline that runs, and requests for it."""
     folder, requests = str(checkpoint(request.param)), REQUESTS[request.param]
     snapshots, model = str(tmp_path_factory.mktemp("snapshots")), open_spec(folder)
-    settings = PipelineSettings(folder, snapshots, dtype="float32", name=request.param, warm_up=requests[-1:])
-    layout = Layout.parse(LAYOUT.format(denoise=", ".join(model.denoise_stages)), "the test's layout")
+    if request.param == "ltx-2.5":
+        adapter = make_adapter(Path(folder), tmp_path_factory.mktemp("adapter") / "distilled.safetensors", rank=RANK)
+        requests = tuple(dataclasses.replace(each, loras=[f"{adapter}@refine"]) for each in requests)
+    plain = requests[2:3] or requests[-1:]
+    settings = PipelineSettings(folder, snapshots, dtype="float32", name=request.param, warm_up=plain)
+    layout = Layout.parse(LAYOUT.format(denoise=DENOISE[request.param]), "the test's layout")
     spec = PipelineSpec(layout, settings, model, lasting=True)
     connect(three_slices.address)
     deploy(spec)
-    yield spec
+    yield spec, requests
     shut_down(settings.name)
     leave()
 
@@ -67,13 +81,16 @@ def write_manifest(path, requests):
     for i, request in enumerate(requests):
         images = {name: str(PHOTO) for name in ("image", "last_image") if getattr(request, name) is not None}
         fields = {name: value for name, value in request.to_json().items() if value is not None}
+        for reference in fields.get("references", ()):
+            reference.clear()
+            reference.update(kind="image", source=str(PHOTO))
         lines.append({**fields, **images, "id": str(i)})
     path.write_text("\n".join(map(json.dumps, lines)))
 
 
-def test_batch_of_videos_with_sound_is_that_of_one_process(spec, tmp_path):
+def test_batch_of_videos_with_sound_is_that_of_one_process(running, tmp_path):
+    spec, requests = running
     kind, spans = spec.settings.name, []
-    requests = REQUESTS[kind]
     expected = in_one_process(spec.settings.checkpoint, requests[0], 1, tmp_path, *requests[1:])
     write_manifest(tmp_path / "requests.jsonl", requests)
     manifest = read_manifest(tmp_path / "requests.jsonl", spec.model.plan)
@@ -87,8 +104,32 @@ def test_batch_of_videos_with_sound_is_that_of_one_process(spec, tmp_path):
     videos = {name: Path(tmp_path, "videos", f"{name}.mp4").read_bytes() for name in map(str, range(len(requests)))}
     for name, video in videos.items():
         assert streams(video) == ["Video: h264", "Audio: aac"]
-        assert [(span.stage, span.step) for span in spans if span.step and span.request == name] == STEPS[kind]
-    assert [span for span in spans if span.kind == "compile"] == []  # All programs were, before the first request.
+        steps = STEPS[kind]
+        if requests[int(name)].references is not None:
+            steps = [("denoise_ref", step) for _, step in steps]
+        assert [(span.stage, span.step) for span in spans if span.step and span.request == name] == steps
+    # All programs were compiled before the first request, but for those of references.
+    compiled = [int(span.request) for span in spans if span.kind == "compile"]
+    assert all(requests[index].references is not None for index in compiled)
     alone = expected()
     assert videos == {str(i): alone[f"mp4_alone_{i}" if i else "mp4_alone"].tobytes() for i in range(len(requests))}
     assert len(set(videos.values())) == len(videos)
+
+
+def test_segments_with_motion_are_those_of_one_process(running, pipeline, tmp_path):
+    spec, requests = running
+    [plain] = requests[2:3] or requests[-1:]
+    wanted = dataclasses.replace(plain, image=None, frames=max(plain.frames, 33))
+    fields = {name: value for name, value in wanted.to_json().items() if value is not None}
+    (tmp_path / "requests.jsonl").write_text(json.dumps({**fields, "id": "cat", "next_prompts": ["it sleeps"]}))
+    manifest, videos = read_manifest(tmp_path / "requests.jsonl", spec.model.plan), {}
+    for name, engine in (("pools", PipelineDriver(spec)), ("alone", OneProcessEngine(pipeline(spec.settings.name)))):
+        try:
+            with open_batch(manifest, open_storage(tmp_path / name)) as batch:
+                report = batch.run(engine)
+        finally:
+            engine.close()
+        assert report.videos_made == 1, list(report.results)
+        videos[name] = (tmp_path / name / "cat.mp4").read_bytes()
+    assert streams(videos["pools"]) == ["Video: h264", "Audio: aac"]
+    assert videos["pools"] == videos["alone"]

@@ -16,7 +16,6 @@ from wan_tpu.runtime.components import Component
 
 
 def transformer(config: CogVideoXConfig) -> Component:
-    """Return the transformer."""
     heads = config.transformer["num_attention_heads"]
     rotary = config.transformer["use_rotary_positional_embeddings"]
     projections = r"transformer_blocks\.\*\.attn1\.to_[qk]\.(weight|bias)"

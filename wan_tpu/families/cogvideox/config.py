@@ -5,7 +5,7 @@ from typing import Any
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.cogvideox.published import TRANSFORMER_2B, VAE_2B, CogVideoXConfig
-from wan_tpu.families.shared.settings import ENCODERS, check_supported, complete_config
+from wan_tpu.families.shared.settings import ENCODERS, check_components, check_supported, complete_config
 from wan_tpu.schedules.diffusion import SPACINGS, NoiseSchedule
 
 _SOLVERS = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
@@ -45,13 +45,8 @@ def read_config(checkpoint: Checkpoint) -> CogVideoXConfig:
     Raises:
         CheckpointError: CogVideoX pipelines, or this project, don't support the configuration.
     """
-    for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
-        if not checkpoint.has(component):
-            raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete CogVideoX checkpoint")
-    if checkpoint.class_name("vae") != "AutoencoderKLCogVideoX":
-        raise CheckpointError(
-            f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; supported: AutoencoderKLCogVideoX"
-        )
+    needed = ("tokenizer", "text_encoder", "transformer", "scheduler")
+    check_components(checkpoint, needed, {"vae": "AutoencoderKLCogVideoX"})
     transformer = complete_config(checkpoint, "transformer", TRANSFORMER_2B)
     check_supported(checkpoint, "transformer", transformer, {key: TRANSFORMER_2B[key] for key in _SAME_MODEL}, {})
     if transformer["patch_size_t"] and (transformer["sample_height"], transformer["sample_width"]) == _EARLIER:

@@ -5,29 +5,24 @@ from diffusers import AutoencoderKLCogVideoX
 
 from wan_tpu.families.cogvideox import components
 from wan_tpu.families.cogvideox.published import TEXT_TOKENS, CogVideoXConfig
-from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.flop_count import Flops, count, count_t5
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.request import ResolvedRequest
 
 
-class CogVideoXFlops:
-    """Floating-point operations (a multiply-add is two) of each stage of one model."""
-
+class CogVideoXFlops(Flops):
     def __init__(self, config: CogVideoXConfig) -> None:
         self._config = config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
-        """Count the encoding of prompts and the image."""
-        ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
-        total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
+        total = prompts * count_t5(build, TEXT_TOKENS)
         if request.image is None:
             return total
         pixels = torch.empty(1, 3, 1, request.height, request.width, device="meta")
         return total + count(self._vae, lambda module: module.encode(pixels))
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
-        """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         config = self._config.transformer
         _, _, frames, height, width = latent_shape
         latents = torch.empty(1, frames, config["in_channels"], height, width, device="meta")
@@ -38,7 +33,6 @@ class CogVideoXFlops:
         return branches * count(build, lambda module: module(latents, text, time, ofs=ofs))
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Count the decoding of latents [1, C, T, H, W]."""
         latents = torch.empty(latent_shape, device="meta")
         return count(self._vae, lambda module: module.decode(latents))
 

@@ -37,14 +37,11 @@ from wan_tpu.runtime.components import Component, Loaded
 
 
 class CogVideoXModel(Model):
-    """One CogVideoX model."""
-
     spec: CogVideoXSpec
     config: CogVideoXConfig
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its role; the checkpoint's "vae" serves two."""
         return {
             "text_encoder": text_encoder(self.config.text_encoder_class, self.config.text_encoder),
             DENOISE: components.transformer(self.config),
@@ -54,14 +51,12 @@ class CogVideoXModel(Model):
 
     @functools.cached_property
     def flops(self) -> CogVideoXFlops:
-        """The floating-point operations of each stage."""
         return CogVideoXFlops(self.config)
 
     # ---- Shapes.
 
     @property
     def text_shape(self) -> tuple[int, int]:
-        """(L, C) of a prompt's embeddings."""
         return TEXT_TOKENS, self.config.transformer["text_embed_dim"]
 
     @property
@@ -131,7 +126,6 @@ class CogVideoXModel(Model):
         return transformer.embed_text(module, params, mesh, text["text"])
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
         return {
             name: jax.ShapeDtypeStruct(
                 value.shape, value.dtype, sharding=transformer.text_sharding(mesh, value.shape[0])

@@ -18,19 +18,14 @@ CUSTOM = "a custom CogVideoX"
 
 @dataclass(frozen=True)
 class CogVideoXConfig:
-    """The configuration of a CogVideoX model, from a checkpoint or as published.
-
-    Attributes:
-        noise: How much noise it was trained with.
-        solver: Its scheduler, "ddim" or "dpm".
-    """
+    """The configuration of a CogVideoX model, from a checkpoint or as published."""
 
     transformer: dict[str, Any]
     vae: dict[str, Any]
     text_encoder: dict[str, Any]
     text_encoder_class: str
-    noise: NoiseSchedule
-    solver: str
+    noise: NoiseSchedule  # How much noise it was trained with.
+    solver: str  # Its scheduler, "ddim" or "dpm".
 
     @property
     def frames_a_patch(self) -> int:
@@ -98,7 +93,6 @@ HUB_IDS: dict[str, str] = {
 
 
 def recognise(config: CogVideoXConfig) -> str:
-    """Return the name of the published model with a configuration, or `CUSTOM`."""
     for name, published in PUBLISHED.items():
         if all(config.transformer[key] == value for key, value in published.transformer.items()):
             return name
@@ -131,5 +125,4 @@ def diffusers_defaults(config: CogVideoXConfig) -> Defaults:
 
 
 def source(config: CogVideoXConfig) -> str:
-    """Return the address of the authors' program."""
     return "https://github.com/THUDM/CogVideo/blob/e519eced/inference/cli_demo.py"

@@ -19,8 +19,6 @@ _SOLVERS = {"ddim": diffusion.ddim, "dpm": diffusion.dpm}
 
 
 class CogVideoXSpec(FamilySpec):
-    """One CogVideoX model."""
-
     config: CogVideoXConfig
     published: ClassVar = published
     read_config: ClassVar = staticmethod(read_config)
@@ -42,7 +40,6 @@ class CogVideoXSpec(FamilySpec):
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Text to video, or image to video."""
         return ("i2v",) if self.config.transformer["in_channels"] > self.latent_channels else ("t2v",)
 
     @property
@@ -52,24 +49,20 @@ class CogVideoXSpec(FamilySpec):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Settings of a request that this model ignores."""
         return (*super().unused, "shift", "sigmas")
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
-        """The components of each stage."""
         encoder = ("text_encoder", "vae_encoder") if "i2v" in self.tasks else ("text_encoder",)
         return {ENCODER: encoder, DENOISE: (DENOISE,), DECODER: (DECODER,)}
 
     @property
     def patch(self) -> tuple[int, int, int]:
-        """Latent frames, rows and columns of a token."""
         size = int(self.config.transformer["patch_size"])
         return self.config.frames_a_patch, size, size
 
     @property
     def size_multiple(self) -> int:
-        """The number of pixels that heights and widths must be multiples of."""
         return _STRIDE * self.patch[1]
 
     @property

@@ -71,9 +71,6 @@ def predict(
     """Return the transformer's prediction for each branch, as the video's tokens, float32 [B, L - 226, patch values].
 
     Args:
-        module: The transformer.
-        params: Its weights.
-        mesh: The devices.
         latents: [1, C, T, H, W], in the dtype to compute in, the same for every branch; an image's latents follow on C.
         timestep: [1].
         encoder_hidden_states: [B, 226, C], from `embed_text`.
@@ -107,25 +104,14 @@ def predict(
 
 
 class _Inputs(NamedTuple):
-    """The inputs of one step's blocks; `_Step._specs` has their shardings.
+    """The inputs of one step's blocks; `_Step._specs` has their shardings."""
 
-    Attributes:
-        values: [L, patch values], zero for the text.
-        positions: [L, C], added to the tokens, or None.
-        rotary_emb: Cosines and sines, two arrays [L, D], or None without RoPE.
-        encoder_hidden_states: [B, 226, C].
-        temb: [E], of the time, after its activation.
-        head: Shift and scale before the output, [2, C].
-        blocks: The stacked weights of the layers.
-        other_weights: The weights outside the layers.
-    """
-
-    values: jax.Array
-    positions: jax.Array | None
-    rotary_emb: tuple[jax.Array, jax.Array] | None
-    encoder_hidden_states: jax.Array
-    temb: jax.Array
-    head: jax.Array
+    values: jax.Array  # [L, patch values], zero for the text.
+    positions: jax.Array | None  # [L, C], added to the tokens, or None.
+    rotary_emb: tuple[jax.Array, jax.Array] | None  # Cosines and sines, two arrays [L, D], or None without RoPE.
+    encoder_hidden_states: jax.Array  # [B, 226, C].
+    temb: jax.Array  # [E], of the time, after its activation.
+    head: jax.Array  # Shift and scale before the output, [2, C].
     blocks: Params
     other_weights: Params
 
@@ -134,7 +120,7 @@ class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
     def __init__(self, module: Any, mesh: Mesh, layout: TokenLayout, tokens: int) -> None:
-        config, self._logits = module.config, module.logits_dtype
+        config, self._logits, self._values = module.config, module.logits_dtype, module.values_dtype
         self._mesh, self._layout, self._tokens = mesh, layout, tokens
         self._heads, self._eps = config.num_attention_heads, config.norm_eps
         self._platform = mesh.devices.flat[0].platform
@@ -237,7 +223,6 @@ class _Step:
 
         Args:
             hidden_states: [t, C].
-            weights: The layer's weights.
             attention_modulation, feed_forward_modulation: [2, 3, C], from `_modulations`.
             rotary_emb: As in `_Inputs`.
             text_rows: How many of the first rows belong to the text.
@@ -261,7 +246,7 @@ class _Step:
             options = {"eps": _HEAD_EPS, "groups": self._groups} | options
             return ops.head_norm_rope(project(f"attn1.to_{name}", rows), *vectors, rotary_emb, **options)
 
-        attended, _, gathered = exchanged_attention(
+        attended, _, gathered, _ = exchanged_attention(
             normalise("norm1", attention_modulation, "attn1.to_q"),
             Projections(
                 query=lambda rows: rotate("q", rows, self._query_scale),
@@ -274,6 +259,7 @@ class _Step:
             platform=self._platform,
             to_gather=[{name: weights[name]} for name in _GATHERED],
             qk=self._logits,
+            pv=self._values,
         )
         weights = weights | gathered
         hidden_states = project(

@@ -1,13 +1,13 @@
-"""Divide a video into chunks of nine latent frames, and each chunk into segments of growing size.
+"""Divide a video into chunks of nine latent frames, and each chunk into stages of growing size.
 
 A chunk is denoised after the ones before, which it sees as its history. All functions here are pure; `noise.py` beside
 this file draws. For each chunk, in order:
 
-    segments = list_segments(pyramid, shape, patch, steps, chunk)
+    stages = list_stages(pyramid, shape, patch, steps, chunk)
     latents = draw_first(shape, pyramid.stages, generator)                             # noise.py
-    latents after a segment's steps, then for each other segment:
-    alpha, beta = segment.mixing
-    latents = alpha * enlarge(latents) + beta * draw_between(segment.shape, patch, gamma, generator)
+    latents after a stage's steps, then for each other stage:
+    alpha, beta = stage.mixing
+    latents = alpha * enlarge(latents) + beta * draw_between(stage.shape, patch, gamma, generator)
     history of the next chunk = make_history(shape, [*chunks, latents], condition)         # conditioning.py
 
 Shapes: [1, C, T, H, W] of latents, one letter a dimension as everywhere.
@@ -23,7 +23,7 @@ from wan_tpu.families.helios.published import HISTORY, PyramidConfig
 from wan_tpu.families.helios.schedule import mixing_factors, stage_schedule
 from wan_tpu.schedules.schedule import Schedule
 
-if TYPE_CHECKING:  # Specs list segments, too, without JAX.
+if TYPE_CHECKING:  # Specs list stages, too, without JAX.
     import jax
 
 Array = TypeVar("Array", np.ndarray, "jax.Array")
@@ -32,46 +32,40 @@ LONG, MID, SHORT = "history_long", "history_mid", "history_short"
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Steps of one chunk at one size.
+class PyramidStage:
+    """Steps of one chunk at one size."""
 
-    Attributes:
-        shape: [1, C, T, H, W] of the latents.
-        schedule: The numbers of its steps, which begin without a solver history (zeros).
-        mixing: The factors of the previous segment's enlarged latents, and of the noise that is added to them; None for
-            the first segment.
-    """
-
-    shape: tuple[int, ...]
-    schedule: Schedule
+    shape: tuple[int, ...]  # [1, C, T, H, W] of the latents.
+    schedule: Schedule  # The numbers of its steps, which begin without a solver history (zeros).
+    # The factors of the previous stage's enlarged latents, and of the noise that is added to them; None for the first
+    # stage.
     mixing: tuple[float, float] | None
 
 
-def segment_shapes(shape: Sequence[int], stages: int) -> list[tuple[int, ...]]:
+def stage_shapes(shape: Sequence[int], stages: int) -> list[tuple[int, ...]]:
     """Return the shapes of a chunk's latents from the smallest to [1, C, T, H, W], each twice as high and wide."""
     return [(*shape[:3], *(size >> (stages - 1 - stage) for size in shape[3:])) for stage in range(stages)]
 
 
-def list_segments(
+def list_stages(
     pyramid: PyramidConfig, shape: Sequence[int], patch: Sequence[int], steps: Sequence[int], *, amplified: bool = False
-) -> list[Segment]:
-    """Return the segments of a chunk.
+) -> list[PyramidStage]:
+    """Return the stages of a chunk.
 
     Args:
-        pyramid: The model's settings.
         shape: [1, C, T, H, W] of the finished chunk.
         patch: Latent frames, rows and columns of a token.
-        steps: How many steps each segment has.
+        steps: How many steps each stage has.
         amplified: Whether a distilled model takes twice as many, as the published settings do in the first chunk.
     """
-    sizes = segment_shapes(shape, pyramid.stages)
-    segments = []
+    sizes = stage_shapes(shape, pyramid.stages)
+    stages = []
     for stage, size in enumerate(sizes):
         # As in diffusers, a schedule is shifted by the number of tokens before the latents are enlarged.
         tokens = int(np.prod(sizes[max(0, stage - 1)][2:])) // int(np.prod(patch))
         schedule = stage_schedule(pyramid, stage, steps[stage], tokens, amplified=amplified)
-        segments.append(Segment(size, schedule, mixing_factors(pyramid, stage) if stage else None))
-    return segments
+        stages.append(PyramidStage(size, schedule, mixing_factors(pyramid, stage) if stage else None))
+    return stages
 
 
 def enlarge(latents: Array) -> Array:

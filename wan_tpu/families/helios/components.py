@@ -33,7 +33,6 @@ def components(config: HeliosConfig) -> dict[str, Component]:
 
 
 def transformer(config: HeliosConfig) -> Component:
-    """Return the transformer."""
     paired = functools.partial(half_split, config.transformer["num_attention_heads"])
 
     def drop_angles(module: Any, mesh: Mesh) -> None:

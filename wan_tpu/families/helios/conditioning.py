@@ -28,7 +28,6 @@ def condition_on_image(moments: np.ndarray, statistics: Statistics, generator: t
     Args:
         moments: [1, 2C, 9, H, W], the VAE's output for a still video of the image.
         statistics: The latents' mean and standard deviation.
-        generator: The request's random generator.
     """
     anchor = _draw_latents(moments[:, :, :1], statistics, generator)
     still = _draw_latents(moments, statistics, generator)[:, :, -1:]
@@ -45,7 +44,6 @@ def condition_on_video(
         moments: [1, 2C, 1 + 9N, H, W], the VAE's output for the video's first frame and for each of its last N chunks.
         statistics: The latents' mean and standard deviation.
         chunks: How many whole chunks the video has, at least N. The noise of those before the last N is drawn, too.
-        generator: The request's random generator.
     """
     anchor = _draw_latents(moments[:, :, :1], statistics, generator)
     ends = np.split(moments[:, :, 1:], range(CHUNK_FRAMES, moments.shape[2] - 1, CHUNK_FRAMES), axis=2)

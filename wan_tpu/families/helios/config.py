@@ -5,7 +5,7 @@ from typing import Any
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.helios.published import TRANSFORMER, HeliosConfig, PyramidConfig
-from wan_tpu.families.shared.settings import ENCODERS, check_supported, complete_config
+from wan_tpu.families.shared.settings import ENCODERS, check_components, check_supported, complete_config
 from wan_tpu.families.wan.published import VAE_21
 
 # Settings, other than sizes, that change what the transformer computes, with their supported values.
@@ -40,16 +40,10 @@ def read_config(checkpoint: Checkpoint) -> HeliosConfig:
     Raises:
         CheckpointError: Helios pipelines, or this project, don't support the configuration.
     """
-    for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
-        if not checkpoint.has(component):
-            raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete Helios checkpoint")
+    check_components(checkpoint, ("tokenizer", "text_encoder", "transformer", "scheduler"), {"vae": "AutoencoderKLWan"})
     transformer = complete_config(checkpoint, "transformer", TRANSFORMER)
     check_supported(checkpoint, "transformer", transformer, _TRANSFORMER, {})
     _check_angles(checkpoint, transformer)
-    if checkpoint.class_name("vae") != "AutoencoderKLWan":
-        raise CheckpointError(
-            f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; supported: AutoencoderKLWan"
-        )
     pyramid = _read_pyramid(checkpoint)
     distilled = checkpoint.index.get("is_distilled") or False
     if distilled != (pyramid.solver == "dmd"):

@@ -9,22 +9,19 @@ from diffusers import AutoencoderKLWan
 from wan_tpu.families.helios import components
 from wan_tpu.families.helios.conditioning import SOURCE_CHUNKS
 from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY, TEXT_TOKENS, HeliosConfig
-from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.flop_count import Flops, count, count_t5
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.request import ResolvedRequest
 
 
-class HeliosFlops:
-    """Floating-point operations (a multiply-add is two) of each stage of one model."""
-
+class HeliosFlops(Flops):
     def __init__(self, config: HeliosConfig) -> None:
         self._config = config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
         """Count the encoding of prompts, and of an image or of the part of a video that is encoded."""
-        ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
-        total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
+        total = prompts * count_t5(build, TEXT_TOKENS)
         if request.image is None and request.video is None:
             return total
 
@@ -47,7 +44,6 @@ class HeliosFlops:
 
         Args:
             latent_shape: [1, C, T, H, W] of the latents.
-            branches: Number of guidance branches.
             images: Has no effect: an image takes the place of the history.
             finished_shape: [1, C, T, H, W] of a finished chunk, whose size the history has; that of the latents if
                 None.
@@ -83,8 +79,6 @@ class HeliosFlops:
         return torch.empty(1, values, frame_indices.shape[1], height, width, device="meta")
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Count the decoding of latents [1, C, T, H, W], each chunk as a video of its own."""
-
         def decode(frames: int) -> int:
             latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
             return count(self._vae, lambda module: module.decode(latents))
@@ -96,10 +90,6 @@ class HeliosFlops:
 
 
 def _extrapolate(work: Callable[[int], int]) -> int:
-    """Count the work of a chunk from that of its first two latent frames, and of three: all others are like the third.
-
-    Args:
-        work: Returns the work for a number of latent frames.
-    """
+    """Count the work of a chunk from that of two and of three latent frames: all others are like the third."""
     two, three = work(2), work(3)
     return three + (CHUNK_FRAMES - 3) * (three - two)

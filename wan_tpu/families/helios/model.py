@@ -33,19 +33,15 @@ _COS, _SIN = "cos", "sin"  # The tables of the tokens' positions, among the cons
 
 
 class HeliosModel(ChunkedModel, WanModel):
-    """One Helios model."""
-
     spec: HeliosSpec  # type: ignore[assignment]
     config: HeliosConfig  # type: ignore[assignment]
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its role."""
         return components.components(self.config)
 
     @functools.cached_property
     def flops(self) -> HeliosFlops:  # type: ignore[override]
-        """The floating-point operations of each stage."""
         return HeliosFlops(self.config)
 
     @property
@@ -106,7 +102,6 @@ class HeliosModel(ChunkedModel, WanModel):
         return latents, generator.get_state().numpy()
 
     def finish(self, latents: np.ndarray, image_latents: np.ndarray | None, request: ResolvedRequest) -> np.ndarray:
-        """Return the latents as they are."""
         return latents
 
     # ---- Chunks.
@@ -128,9 +123,9 @@ class HeliosModel(ChunkedModel, WanModel):
     def renoising(self, request: ResolvedRequest, expert: Expert) -> tuple[float, float]:
         """Return the factors of the enlarged latents and of their noise."""
         shape = self.spec.latent_shapes(request, expert.stop)[VIDEO]
-        segment = next(segment for segment in self.spec.segments(request, expert.chunk) if segment.shape == shape)
-        assert segment.mixing is not None
-        return segment.mixing
+        stage = next(stage for stage in self.spec.pyramid_stages(request, expert.chunk) if stage.shape == shape)
+        assert stage.mixing is not None
+        return stage.mixing
 
     def enlarge_chunk(self, latents: jax.Array) -> jax.Array:
         """Return latents twice as high and wide."""

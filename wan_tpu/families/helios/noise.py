@@ -10,13 +10,7 @@ import torch
 
 
 def draw_first(shape: Sequence[int], stages: int, generator: torch.Generator) -> np.ndarray:
-    """Return the initial noise of the first of several stages, at that stage's size.
-
-    Args:
-        shape: [1, C, T, H, W] of the finished chunk.
-        stages: How many there are.
-        generator: The request's random generator.
-    """
+    """Return the initial noise of the first of several stages, at its size; `shape` is the finished chunk's."""
     noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
     frames = noise[0].transpose(0, 1)
     for _ in range(stages - 1):
@@ -36,7 +30,6 @@ def draw_between(shape: Sequence[int], patch: Sequence[int], gamma: float, gener
         shape: [1, C, T, H, W] of the enlarged latents.
         patch: Latent frames, rows and columns of a token.
         gamma: The correlation of two values of a square, negated and relative to their variance of 1.
-        generator: The request's random generator.
     """
     _, channels, frames, height, width = shape
     rows, columns = patch[1:]

@@ -25,7 +25,6 @@ def rotary_tables(
     The tokens are those of the chunk, and of the long, mid and short history.
 
     Args:
-        config: The transformer's configuration.
         grid: (T, H, W) of the chunk's tokens, at the size at which it is denoised.
         history_size: (H, W) of the short history's tokens, those of a finished chunk.
     """

@@ -47,18 +47,15 @@ class PyramidConfig:
 
 @dataclass(frozen=True)
 class HeliosConfig:
-    """The configuration of a Helios model, from a checkpoint or as published.
-
-    Attributes:
-        scaled_guidance: Whether guidance is CFG-Zero*: the negative prompt's velocity is scaled to fit the prompt's,
-            and the first steps of a chunk leave the noise alone.
-    """
+    """The configuration of a Helios model, from a checkpoint or as published."""
 
     transformer: dict[str, Any]
     vae: dict[str, Any]
     text_encoder: dict[str, Any]
     text_encoder_class: str
     pyramid: PyramidConfig
+    # Whether guidance is CFG-Zero*: the negative prompt's velocity is scaled to fit the prompt's, and the first steps
+    # of a chunk leave the noise alone.
     scaled_guidance: bool = False
 
     @property
@@ -109,7 +106,6 @@ HUB_IDS: dict[str, str] = {
 
 
 def recognise(config: HeliosConfig) -> str:
-    """Return the name of the published model with a configuration, or `CUSTOM`."""
     for name, published in PUBLISHED.items():
         same_transformer = all(config.transformer.get(key) == value for key, value in published.transformer.items())
         same_way = (config.distilled, config.scaled_guidance, config.pyramid.stages) == (
@@ -146,5 +142,4 @@ def diffusers_defaults(config: HeliosConfig) -> Defaults:
 
 
 def source(config: HeliosConfig) -> str:
-    """Return the address of the authors' program."""
     return "https://github.com/PKU-YuanGroup/Helios/blob/2276f8fe/infer_helios.py"

@@ -25,9 +25,7 @@ def stage_schedule(pyramid: PyramidConfig, stage: int, steps: int, tokens: int, 
     """Return the schedule of one stage of a chunk, without guidance.
 
     Args:
-        pyramid: The model's settings.
         stage: The stage, from 0, the smallest.
-        steps: Its steps.
         tokens: Tokens of its latents.
         amplified: Whether a distilled model takes twice as many steps, as it may in the first chunk.
     """

@@ -27,10 +27,8 @@ def make_checkpoint(
     """Write a small checkpoint with the structure of a published model.
 
     Args:
-        folder: Where to write it.
         kind: The published model, one of `PUBLISHED`.
         transformer, vae, scheduler: Override the small configuration.
-        seed: The seed of all weights.
     """
     published = PUBLISHED[kind]
     torch.manual_seed(seed)

@@ -9,7 +9,7 @@ import numpy as np
 
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.helios import published
-from wan_tpu.families.helios.chunks import Segment, list_segments
+from wan_tpu.families.helios.chunks import PyramidStage, list_stages
 from wan_tpu.families.helios.config import read_config
 from wan_tpu.families.helios.published import CHUNK_FRAMES, HeliosConfig, PyramidConfig
 from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
@@ -69,17 +69,14 @@ class HeliosSpec(FamilySpec):
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
-        """The components of each stage."""
         return {ENCODER: ("text_encoder", "vae_encoder"), DENOISE: (DENOISE,), DECODER: (DECODER,)}
 
     @property
     def latent_channels(self) -> int:
-        """C of the latents."""
         return int(self.config.vae["z_dim"])
 
     @property
     def patch(self) -> tuple[int, ...]:
-        """Latent frames, rows and columns of a token."""
         return tuple(self.config.transformer["patch_size"])
 
     @property
@@ -105,7 +102,6 @@ class HeliosSpec(FamilySpec):
     # ---- Shapes.
 
     def latent_frames(self, frames: int) -> int:
-        """Return how many latent frames a video of that many frames has."""
         return frames // self.frame_step * CHUNK_FRAMES
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
@@ -120,7 +116,7 @@ class HeliosSpec(FamilySpec):
     def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of a chunk's latents after `step` steps, counted over all chunks."""
         stretch = next(i for i, expert in enumerate(self.experts(request)) if step <= expert.stop)
-        return {VIDEO: self.segments(request, 0)[stretch % self.sizes].shape}
+        return {VIDEO: self.pyramid_stages(request, 0)[stretch % self.sizes].shape}
 
     def tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return L, the tokens of a chunk, without those of earlier chunks."""
@@ -132,14 +128,16 @@ class HeliosSpec(FamilySpec):
         """Return whether there is guidance: distilled models never have any."""
         return not self.config.distilled and super().is_guided(request)
 
-    def segments(self, request: ResolvedRequest, chunk: int) -> list[Segment]:
-        """Return the segments of a chunk; the first chunk of a distilled model has twice as many steps."""
+    def pyramid_stages(self, request: ResolvedRequest, chunk: int) -> list[PyramidStage]:
+        """Return the stages of a chunk; the first chunk of a distilled model has twice as many steps."""
         shape, each = self.latent_shape(request), request.steps // self.sizes
-        return _list_segments(self.config.pyramid, shape, self.patch, each, chunk)
+        return _list_stages(self.config.pyramid, shape, self.patch, each, chunk)
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return the only expert, once for each chunk and each size at which it denoises."""
-        first, later = (tuple(segment.schedule.steps for segment in self.segments(request, chunk)) for chunk in (0, 1))
+        first, later = (
+            tuple(stage.schedule.steps for stage in self.pyramid_stages(request, chunk)) for chunk in (0, 1)
+        )
         return _list_experts(first, later, request.frames // self.frame_step, guided=self.is_guided(request))
 
     def schedule(self, request: ResolvedRequest) -> Schedule:
@@ -155,12 +153,12 @@ class HeliosSpec(FamilySpec):
         )
 
 
-def _list_segments(
+def _list_stages(
     pyramid: PyramidConfig, shape: tuple[int, ...], patch: tuple[int, ...], steps: int, chunk: int
-) -> list[Segment]:
-    """Return the segments of a chunk; the first chunk of a distilled model has twice as many steps."""
+) -> list[PyramidStage]:
+    """Return the stages of a chunk; the first chunk of a distilled model has twice as many steps."""
     amplified = pyramid.solver == "dmd" and chunk == 0
-    return list_segments(pyramid, shape, patch, (steps,) * pyramid.stages, amplified=amplified)
+    return list_stages(pyramid, shape, patch, (steps,) * pyramid.stages, amplified=amplified)
 
 
 @functools.lru_cache(maxsize=64)
@@ -188,11 +186,9 @@ def _join_schedules(
     """Return the schedule of all chunks.
 
     Args:
-        pyramid: The model's settings.
         shape: [1, C, T, H, W] of a chunk.
         patch: Latent frames, rows and columns of a token.
         steps: Steps at each size.
-        chunks: How many chunks there are.
         scale: The scale of guidance; None without guidance.
         scaled_guidance: Whether guidance is CFG-Zero*.
     """
@@ -206,8 +202,8 @@ def _join_schedules(
 
     first, later = (
         [
-            guide(segment.schedule, is_smallest=i == 0)
-            for i, segment in enumerate(_list_segments(pyramid, shape, patch, steps, chunk))
+            guide(stage.schedule, is_smallest=i == 0)
+            for i, stage in enumerate(_list_stages(pyramid, shape, patch, steps, chunk))
         ]
         for chunk in (0, 1)
     )

@@ -45,9 +45,6 @@ def velocity(
     """Return each branch's velocity as tokens, float32 [B, L, patch values].
 
     Args:
-        module: The transformer.
-        params: Its weights.
-        mesh: The devices.
         latents: [1, C, T, H, W] of the chunk, in the dtype to compute in.
         timestep: [], the timestep.
         history: From `chunks.make_history`, in the same dtype.

@@ -90,6 +90,7 @@ def transformer(config: HunyuanConfig) -> Component:
         scanned=("transformer_blocks",),
         rules=expert.RULES,
         matrices=expert.MATRICES,
+        logits=True,
         changes=((projections, functools.partial(half_split, heads)), (norms, functools.partial(half_split, 1))),
         originals=_ORIGINALS,
         aliases=_ALIASES,

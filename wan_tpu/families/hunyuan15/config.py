@@ -6,7 +6,13 @@ from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15.published import TRANSFORMER, VAE, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import OVERLAP, STRIDE
-from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, check_supported, complete_config
+from wan_tpu.families.shared.settings import (
+    ENCODERS,
+    FLOW_MATCH_EULER,
+    check_components,
+    check_supported,
+    complete_config,
+)
 
 _CLASSES = {
     "vae": "AutoencoderKLHunyuanVideo15",
@@ -30,21 +36,13 @@ def read_config(checkpoint: Checkpoint) -> HunyuanConfig:
     Raises:
         CheckpointError: HunyuanVideo-1.5 pipelines, or this project, don't support the configuration.
     """
-    if not checkpoint.has("transformer"):
-        raise CheckpointError(f"{checkpoint.source} has no transformer; give a complete checkpoint")
+    needed = ("transformer", "tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
+    check_components(checkpoint, needed, _CLASSES)
     transformer = complete_config(checkpoint, "transformer", TRANSFORMER)
     if transformer["task_type"] not in ("t2v", "i2v"):
         raise CheckpointError(f"{checkpoint.source} has task_type {transformer['task_type']!r}; supported: t2v and i2v")
     takes_image = transformer["task_type"] == "i2v"
-    needed = ["tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2", "transformer", *_CLASSES]
-    for component in [*needed, "image_encoder", "feature_extractor"] if takes_image else needed:
-        if not checkpoint.has(component):
-            raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete checkpoint")
-    for component, name in _CLASSES.items():
-        if checkpoint.class_name(component) != name:
-            raise CheckpointError(
-                f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported: {name}"
-            )
+    check_components(checkpoint, ("image_encoder", "feature_extractor") if takes_image else (), {})
     scheduler = checkpoint.config("scheduler", "scheduler_config.json")
     guider = checkpoint.config("guider", "guider_config.json")
     same = {key: TRANSFORMER[key] for key in _SAME_TRANSFORMER}

@@ -18,21 +18,13 @@ _PROMPT, _GLYPHS, _IMAGE = range(3)  # Rows of the embedding of token kinds.
 
 
 class Encodings(NamedTuple):
-    """The encoders' outputs.
+    """The encoders' outputs."""
 
-    Attributes:
-        text: [B, S, 3584].
-        text_tokens: int32 [B], the number of real tokens of `text`, which come first.
-        glyphs: [B, G, 1472].
-        glyph_tokens: int32 [B], the same of `glyphs`.
-        image: [1, I, 1152], the same for every branch, or None.
-    """
-
-    text: jax.Array
-    text_tokens: jax.Array
-    glyphs: jax.Array
-    glyph_tokens: jax.Array
-    image: jax.Array | None
+    text: jax.Array  # [B, S, 3584].
+    text_tokens: jax.Array  # Int32 [B], the number of real tokens of `text`, which come first.
+    glyphs: jax.Array  # [B, G, 1472].
+    glyph_tokens: jax.Array  # Int32 [B], the same of `glyphs`.
+    image: jax.Array | None  # [1, I, 1152], the same for every branch, or None.
 
 
 def make_context(module: Any, encodings: Encodings, timestep: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +32,6 @@ def make_context(module: Any, encodings: Encodings, timestep: jax.Array) -> tupl
 
     Args:
         module: The transformer, inside `wan_tpu.runtime.bridge.call`.
-        encodings: The encoders' outputs.
         timestep: float32 [1].
     """
     kinds = to_jax(module.cond_type_embed.weight)

@@ -12,13 +12,11 @@ from wan_tpu.families.hunyuan15 import components
 from wan_tpu.families.hunyuan15.published import GLYPH_TOKENS, TEMPLATE_TOKENS, TEXT_TOKENS, HunyuanConfig
 from wan_tpu.families.hunyuan15.sizes import STRIDE
 from wan_tpu.families.shared import t5
-from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.flop_count import Flops, count, count_t5, make_ids
 from wan_tpu.request import ResolvedRequest
 
 
-class HunyuanFlops:
-    """Floating-point operations (a multiply-add is two) of each stage of one model."""
-
+class HunyuanFlops(Flops):
     def __init__(self, config: HunyuanConfig, context_tokens: int) -> None:
         """Count a model whose transformer sees `context_tokens` tokens in addition to the video's, padding included."""
         self._config, self._context_tokens = config, context_tokens
@@ -28,11 +26,11 @@ class HunyuanFlops:
         config = self._config
         total = prompts * count(
             lambda: t5.from_transformers(transformers.Qwen2_5_VLTextModel, config.text_encoder),
-            lambda module: _run_qwen(module, _empty_ids(TEMPLATE_TOKENS + TEXT_TOKENS)),
+            lambda module: _run_qwen(module, make_ids(TEMPLATE_TOKENS + TEXT_TOKENS)),
         )
         if extract_glyph_texts(request.prompt) is not None:
             build = components.glyph_encoder(config).build
-            total += count(build, lambda module: module.encoder(inputs_embeds=module.shared(_empty_ids(GLYPH_TOKENS))))
+            total += count_t5(build, GLYPH_TOKENS)
         if request.image is None or config.image_encoder is None:
             return total
         siglip = config.image_encoder | {"vision_use_head": False}
@@ -44,13 +42,11 @@ class HunyuanFlops:
         return total + count(self._vae, lambda module: module.encode(pixels))
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
-        """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         return branches * count(
             components.transformer(self._config).build, lambda module: self._run(module, latent_shape)
         )
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Count the decoding of latents [1, C, T, H, W]."""
         latents = torch.empty(latent_shape, device="meta")
         return count(self._vae, lambda module: module.decode(latents))
 
@@ -86,10 +82,6 @@ class HunyuanFlops:
 def _empty_mask(frames: int, pixels: int, dtype: torch.dtype, device: torch.device, batch_size: int) -> torch.Tensor:
     """Return a mask without values; diffusers fills it row by row, which takes seconds for a picture of full size."""
     return torch.empty(batch_size, frames * pixels, frames * pixels, dtype=dtype, device=device)
-
-
-def _empty_ids(length: int) -> torch.Tensor:
-    return torch.ones(1, length, dtype=torch.int32, device="meta")
 
 
 def _run_qwen(module: Any, ids: torch.Tensor) -> None:

@@ -39,14 +39,11 @@ from wan_tpu.runtime.components import Component, Loaded
 
 
 class HunyuanModel(Model):
-    """One HunyuanVideo-1.5 model."""
-
     spec: HunyuanSpec
     config: HunyuanConfig
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its role; the checkpoint's "vae" serves two."""
         config = self.config
         parts = {
             "text_encoder": components.text_encoder(config),
@@ -61,14 +58,12 @@ class HunyuanModel(Model):
 
     @property
     def flops(self) -> Flops:
-        """The floating-point operations of each stage."""
         return HunyuanFlops(self.config, self.spec.context_tokens)
 
     # ---- Shapes.
 
     @property
     def text_shape(self) -> tuple[int, int]:
-        """(L, C) of a prompt's embeddings."""
         return TEXT_TOKENS, self.config.transformer["text_embed_dim"]
 
     @property

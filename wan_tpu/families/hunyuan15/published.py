@@ -21,24 +21,16 @@ CUSTOM = "a custom HunyuanVideo-1.5"
 
 @dataclass(frozen=True)
 class HunyuanConfig:
-    """The configuration of a HunyuanVideo-1.5 model, from a checkpoint or as published.
-
-    Attributes:
-        text_encoder: Qwen2.5-VL's language model.
-        glyph_encoder: ByT5, for quoted text.
-        image_encoder: SigLIP, or None for text to video.
-        shift: The shift of its flow schedule.
-        guidance: The scale of its guider, 1 for a distilled model.
-        vae_tile: The side in pixels of the VAE's tiles, which published recipes use; None for whole pictures.
-    """
+    """The configuration of a HunyuanVideo-1.5 model, from a checkpoint or as published."""
 
     transformer: dict[str, Any]
     vae: dict[str, Any]
-    text_encoder: dict[str, Any]
-    glyph_encoder: dict[str, Any]
-    image_encoder: dict[str, Any] | None
-    shift: float
-    guidance: float
+    text_encoder: dict[str, Any]  # Qwen2.5-VL's language model.
+    glyph_encoder: dict[str, Any]  # ByT5, for quoted text.
+    image_encoder: dict[str, Any] | None  # SigLIP, or None for text to video.
+    shift: float  # The shift of its flow schedule.
+    guidance: float  # The scale of its guider, 1 for a distilled model.
+    # The side in pixels of the VAE's tiles, which published recipes use; None for whole pictures.
     vae_tile: int | None = None
 
     @property
@@ -100,7 +92,6 @@ HUB_IDS: dict[str, str] = {name: f"{_HUB}-{name.partition('-')[2].replace('-', '
 
 
 def recognise(config: HunyuanConfig) -> str:
-    """Return the name of the published model with a configuration, or `CUSTOM`."""
     for name, published in PUBLISHED.items():
         same = all(config.transformer[key] == value for key, value in published.transformer.items())
         if same and (config.shift, config.guidance) == (published.shift, published.guidance):
@@ -131,5 +122,4 @@ diffusers_defaults = defaults
 
 
 def source(config: HunyuanConfig) -> str:
-    """Return the address of the authors' program."""
     return "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/60783e70/hyvideo/commons/__init__.py"

@@ -18,8 +18,6 @@ from wan_tpu.schedules.schedule import Schedule
 
 
 class HunyuanSpec(FamilySpec):
-    """One HunyuanVideo-1.5 model."""
-
     config: HunyuanConfig
     published: ClassVar = published
     read_config: ClassVar = staticmethod(read_config)
@@ -46,7 +44,6 @@ class HunyuanSpec(FamilySpec):
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Text to video, or image to video."""
         return (str(self.config.transformer["task_type"]),)
 
     def size_like(self, picture: tuple[int, int], preset: str | None = None) -> tuple[int, int]:
@@ -65,7 +62,6 @@ class HunyuanSpec(FamilySpec):
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
-        """The components of each stage."""
         encoder = ["text_encoder", "glyph_encoder"]
         if "i2v" in self.tasks:
             encoder += ["image_encoder", "vae_encoder"]

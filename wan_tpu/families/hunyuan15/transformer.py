@@ -61,13 +61,9 @@ def predict(
     """Return the transformer's prediction for each branch as tokens, float32 [B, L, C of the latents].
 
     Args:
-        module: The transformer.
-        params: Its weights.
-        mesh: The devices.
         latents: [1, 2C + 1, T, H, W], in the dtype to compute in: latents, the image's, and the mask.
         timestep: float32 [1].
         timestep_r: float32 [1], the next step's timestep, 0 after the last; only meanflow models use it.
-        encodings: The encoders' outputs.
     """
 
     def method(module: Any, latents: torch.Tensor) -> jax.Array:
@@ -75,7 +71,7 @@ def predict(
         encoder_hidden_states, encoder_tokens = make_context(module, encodings, timestep)
         temb = embed_time(module, timestep, timestep_r, latents.dtype)
         layout = token_layout(mesh, len(encoder_hidden_states), len(values))
-        step = _Step(module.config, mesh, layout, len(values))
+        step = _Step(module, mesh, layout, len(values))
         head = to_jax(module.norm_out.linear(module.norm_out.silu(to_torch(temb))))
         tokens = step.run(
             _Inputs(
@@ -95,25 +91,14 @@ def predict(
 
 
 class _Inputs(NamedTuple):
-    """The inputs of one step's blocks; `_Step.run` has their shardings.
+    """The inputs of one step's blocks; `_Step.run` has their shardings."""
 
-    Attributes:
-        values: [L, channels of the input].
-        rotary_emb: Cosines and sines, two arrays [L, D].
-        encoder_hidden_states: [B, K, C], the context.
-        encoder_tokens: int32 [B], the number of its real tokens.
-        temb: [C], of the time, after its activation.
-        head: Scale and shift before the output, [2, C].
-        blocks: The stacked weights of the layers.
-        other_weights: The weights outside the layers.
-    """
-
-    values: jax.Array
-    rotary_emb: tuple[jax.Array, jax.Array]
-    encoder_hidden_states: jax.Array
-    encoder_tokens: jax.Array
-    temb: jax.Array
-    head: jax.Array
+    values: jax.Array  # [L, channels of the input].
+    rotary_emb: tuple[jax.Array, jax.Array]  # Cosines and sines, two arrays [L, D].
+    encoder_hidden_states: jax.Array  # [B, K, C], the context.
+    encoder_tokens: jax.Array  # Int32 [B], the number of its real tokens.
+    temb: jax.Array  # [C], of the time, after its activation.
+    head: jax.Array  # Scale and shift before the output, [2, C].
     blocks: Params
     other_weights: Params
 
@@ -121,7 +106,8 @@ class _Inputs(NamedTuple):
 class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
-    def __init__(self, config: Any, mesh: Mesh, layout: TokenLayout, tokens: int) -> None:
+    def __init__(self, module: Any, mesh: Mesh, layout: TokenLayout, tokens: int) -> None:
+        config, self._logits, self._values = module.config, module.logits_dtype, module.values_dtype
         self._mesh, self._layout, self._tokens = mesh, layout, tokens
         self._heads = config.num_attention_heads
         self._platform = mesh.devices.flat[0].platform
@@ -196,7 +182,6 @@ class _Step:
             hidden_states: [t, C], of the video.
             encoder_hidden_states: [K, C], the context.
             encoder_tokens: Number of its real tokens.
-            weights: The layer's weights.
             modulations: [6, C] of video and context.
             rotary_emb: As in `_Inputs`.
         """
@@ -225,7 +210,7 @@ class _Step:
             return (residual.astype(jnp.float32) + gate * product).astype(rows.dtype)
 
         normed = normalise(encoder_hidden_states, of_context, "attn.add_q_proj")
-        attended, other, gathered = exchanged_attention(
+        attended, other, gathered, _ = exchanged_attention(
             normalise(hidden_states, of_video, "attn.to_q"),
             Projections(
                 query=lambda rows: rotate(
@@ -241,6 +226,8 @@ class _Step:
             token_axes=self._layout.token_axes,
             platform=self._platform,
             to_gather=[{name: weights[name]} for name in _GATHERED],
+            qk=self._logits,
+            pv=self._values,
             replicated=ReplicatedTokens(
                 rotate("add_q_proj", "norm_added_q", normed, self._query_scale, tables=None),
                 rotate("add_k_proj", "norm_added_k", normed, 1, tables=None),

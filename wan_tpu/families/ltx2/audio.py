@@ -1,4 +1,4 @@
-"""Decodes LTX-2's sound: latents to a mel spectrogram, and that to samples, always in float32.
+"""LTX-2's sound: latents to a mel spectrogram and that to samples, and a spectrogram to latents, always in float32.
 
 The vocoder is written in JAX, of the parts in `families/shared/vocoder.py`; diffusers' module has the structure, the
 parameters' names and their values. Each device computes a part of the samples.
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2.config import Ltx2Config
+from wan_tpu.families.ltx2.vae import HALVES, STATISTICS
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.families.shared.layers import in_float32
 from wan_tpu.families.shared.vocoder import (
@@ -54,11 +55,11 @@ _FINAL: dict[str | None, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def audio_decoder(config: Ltx2Config) -> Component:
-    """Return the sound's VAE, without its encoder."""
+def audio_half(config: Ltx2Config, dropped: str) -> Component:
+    """Return the sound's VAE without the half named in `dropped`."""
 
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
-        del module.encoder
+        delattr(module, dropped)
 
     return Component(
         folder="audio_vae",
@@ -66,7 +67,7 @@ def audio_decoder(config: Ltx2Config) -> Component:
         adapt=adapt,
         scanned=(),
         rules=_REPLICATED,
-        float32=("decoder", "latents_mean", "latents_std"),
+        float32=(*HALVES, *STATISTICS),
     )
 
 
@@ -103,6 +104,14 @@ def decode_mel(module: torch.nn.Module, params: Params, latents: jax.Array) -> j
         return call(module, params, lambda vae, z: vae.decoder(z), unpacked)
 
 
+def encode_mel(module: torch.nn.Module, params: Params, mel: jax.Array) -> jax.Array:
+    """Encode a spectrogram [1, 2, F, M] as the mean of its normalised latents, float32 [A, C]."""
+    with in_float32():
+        moments = call(module, params, lambda vae, x: vae.encoder(x), mel)
+    mean = moments[0, : module.config["latent_channels"]].transpose(1, 0, 2)
+    return (mean.reshape(len(mean), -1) - params["latents_mean"]) / params["latents_std"]
+
+
 def vocode(module: torch.nn.Module, params: Params, mel: jax.Array) -> jax.Array:
     """Return the samples in [-1, 1], float32 [2, samples], of a spectrogram [1, 2, F, M]."""
     signal = mel[0].astype(jnp.float32).transpose(1, 0, 2).reshape(1, mel.shape[2], -1)
@@ -115,7 +124,7 @@ def count_flops(config: Ltx2Config, latents: int) -> int:
     audio = config.audio_vae
     bins = audio["mel_bins"] // 4
     decoding = count(
-        audio_decoder(config).build,
+        audio_half(config, "encoder").build,
         lambda module: module.decode(torch.empty(1, audio["latent_channels"], latents, bins, device="meta")),
     )
     mel = torch.empty(1, 2, 4 * latents - 3, audio["mel_bins"], device="meta")

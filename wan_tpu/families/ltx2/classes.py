@@ -72,6 +72,19 @@ UPSAMPLER: dict[str, Any] = {
     "in_channels": 128, "mid_channels": 1024, "num_blocks_per_stage": 4, "dims": 3, "spatial_upsample": True,
     "temporal_upsample": False, "rational_spatial_scale": 2.0, "use_rational_resampler": True,
 }
+DIFFUSION_DECODER: dict[str, Any] = {
+    "out_channels": 3, "latent_channels": 128, "patch_size": 4, "scaling_factor": 1.0, "decoder_head_dim": 64,
+    "decoder_stage_channels": [2048, 1024, 512, 512, 256], "decoder_stage_depths": [4, 6, 4, 2, 8],
+    "decoder_stage_kernels": [[3, 7, 7], [3, 7, 7], [3, 5, 5], [3, 5, 5]],
+    "decoder_upsample_strides": [[1, 2, 2], [2, 1, 1], [2, 2, 2], [2, 2, 2]],
+    "decoder_upsample_channel_reductions": [2, 2, 1, 2], "decoder_stage5_kernel": [11, 11, 11],
+    "decoder_t_emb_dim": 384, "decoder_timestep_scale_multiplier": 1000.0, "decoder_model_output_type": "x0",
+    "decoder_num_inference_steps": 1, "spatial_compression_ratio": 32, "temporal_compression_ratio": 8,
+}
+DURATION_HEAD: dict[str, Any] = {
+    "video_cross_attention_dim": 4096, "audio_cross_attention_dim": 2048, "pooler_hidden_dim": 256, "num_queries": 1,
+    "num_pooler_heads": 4, "mlp_hidden_dim": 256,
+}
 SCHEDULER: dict[str, Any] = {
     "num_train_timesteps": 1000, "shift": 1.0, "use_dynamic_shifting": False, "base_shift": 0.5, "max_shift": 1.15,
     "base_image_seq_len": 256, "max_image_seq_len": 4096, "invert_sigmas": False, "shift_terminal": None,
@@ -79,4 +92,9 @@ SCHEDULER: dict[str, Any] = {
     "time_shift_type": "exponential", "stochastic_sampling": False,
 }
 # fmt: on
+# What files of the text encoder leave out and this project reads itself, by class; the class fills in the rest.
+TEXT_ENCODERS: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {"vocab_size": 262208},
+    "Gemma4UnifiedForConditionalGeneration": {"vocab_size": 262144},
+}
 VOCODERS = {"LTX2Vocoder": VOCODER, "LTX2VocoderWithBWE": VOCODER_BWE}

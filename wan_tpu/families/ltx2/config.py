@@ -10,40 +10,40 @@ from wan_tpu.families.ltx2 import classes
 from wan_tpu.families.shared.settings import FLOW_MATCH_EULER, check_supported, complete_config
 
 # The published models, as wan_tpu.json may name them.
-MODELS = ("ltx-2", "ltx-2-distilled", "ltx-2.3", "ltx-2.3-distilled")
-_UPSAMPLER = "latent_upsampler"  # The index doesn't name this folder, which belongs to another pipeline of diffusers.
+MODELS = ("ltx-2", "ltx-2-distilled", "ltx-2.3", "ltx-2.3-distilled", "ltx-2.5", "ltx-2.5-distilled")
+# The index doesn't name these folders, which belong to other pipelines of diffusers.
+_UPSAMPLER, _DIFFUSION_DECODER = "latent_upsampler", "diffusion_decoder"
+_DURATION_HEAD = "duration_head"
+DECODERS = ("convolutional", "diffusion")  # As wan_tpu.json may name them, the usual one first.
+_GEMMA_3, _GEMMA_4 = "Gemma3ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"
 _CLASSES = {
     "transformer": ("LTX2VideoTransformer3DModel",),
     "connectors": ("LTX2TextConnectors",),
-    "text_encoder": ("Gemma3ForConditionalGeneration",),
+    "text_encoder": (_GEMMA_3, _GEMMA_4),
     "vae": ("AutoencoderKLLTX2Video",),
     "audio_vae": ("AutoencoderKLLTX2Audio",),
     "vocoder": tuple(classes.VOCODERS),
     "scheduler": ("FlowMatchEulerDiscreteScheduler",),
 }
 # Keys of the transformer's configuration that distinguish the versions.
-_VERSIONS: dict[str, dict[str, bool]] = {
-    "2.0": {
-        "use_prompt_embeddings": True,
-        "cross_attn_mod": False,
-        "audio_cross_attn_mod": False,
-        "gated_attn": False,
-        "audio_gated_attn": False,
-    },
-    "2.3": {
-        "use_prompt_embeddings": False,
-        "cross_attn_mod": True,
-        "audio_cross_attn_mod": True,
-        "gated_attn": True,
-        "audio_gated_attn": True,
-    },
+_LATER = {
+    "use_prompt_embeddings": False,
+    "cross_attn_mod": True,
+    "audio_cross_attn_mod": True,
+    "gated_attn": True,
+    "audio_gated_attn": True,
 }
-# Settings that all supported versions share; LTX-2.5 changes the last four.
+_VERSIONS: dict[str, dict[str, bool]] = {
+    "2.0": {key: not value for key, value in _LATER.items()} | {"ff_bias": True},
+    "2.3": _LATER | {"ff_bias": True},
+    "2.5": _LATER | {"ff_bias": False},
+}
+# Settings that all supported versions share.
 _FIXED_TRANSFORMER_KEYS = (
     *("patch_size", "patch_size_t", "audio_patch_size", "audio_patch_size_t", "vae_scale_factors", "causal_offset"),
     *("qk_norm", "activation_fn", "norm_elementwise_affine", "attention_bias", "attention_out_bias"),
     *("timestep_scale_multiplier", "cross_attn_timestep_scale_multiplier"),
-    *("ff_bias", "audio_ff_bias", "use_prompt_adaln_single", "use_keyframes_abs_pos_embedding"),
+    *("audio_ff_bias", "use_prompt_adaln_single"),
 )
 _FIXED_AUDIO_VAE_KEYS = (
     *("output_channels", "norm_type", "causality_axis", "attn_resolutions", "mid_block_add_attention"),
@@ -58,13 +58,16 @@ class Ltx2Config:
     Attributes:
         transformer: Settings of LTX2VideoTransformer3DModel, every key present, as in all of these.
         connectors: Settings of LTX2TextConnectors.
-        text_encoder: Settings of Gemma 3's language model (`text_config` of Gemma3ForConditionalGeneration).
+        text_encoder: Settings of the language model (`text_config`) of Gemma3ForConditionalGeneration, or, for LTX-2.5,
+            of Gemma4UnifiedForConditionalGeneration.
         vae: Settings of AutoencoderKLLTX2Video.
         audio_vae: Settings of AutoencoderKLLTX2Audio.
         vocoder: Settings of LTX2Vocoder or LTX2VocoderWithBWE, with its class's name under "_class_name".
         scheduler: Settings of FlowMatchEulerDiscreteScheduler.
-        upsampler: Settings of LTX2LatentUpsamplerModel, for a distilled model's second stage at twice the size; None
-            without one.
+        upsampler: Settings of LTX2LatentUpsamplerModel, for a second stage at twice the size; None without one.
+        diffusion_decoder: Settings of LTX2VideoDiffusionDecoderModel, if wan_tpu.json chooses that decoder; None for
+            the VAE's own.
+        duration_head: Settings of LTX2DurationHead, which chooses a video's length by its prompt; None without one.
         distilled: Whether it is sampled in a few steps without guidance, as stated by wan_tpu.json, else by an
             unshifted scheduler, else by the checkpoint's name.
     """
@@ -77,12 +80,19 @@ class Ltx2Config:
     vocoder: dict[str, Any]
     scheduler: dict[str, Any]
     upsampler: dict[str, Any] | None = None
+    diffusion_decoder: dict[str, Any] | None = None
+    duration_head: dict[str, Any] | None = None
     distilled: bool = False
 
 
 def is_23(config: Ltx2Config) -> bool:
-    """Return whether a model is LTX-2.3; otherwise it is LTX-2.0."""
+    """Return whether a model is LTX-2.3 or LTX-2.5; otherwise it is LTX-2.0."""
     return bool(config.transformer["cross_attn_mod"])
+
+
+def is_25(config: Ltx2Config) -> bool:
+    """Return whether a model is LTX-2.5."""
+    return not config.transformer["ff_bias"]
 
 
 def read_config(checkpoint: Checkpoint) -> Ltx2Config:
@@ -98,13 +108,14 @@ def read_config(checkpoint: Checkpoint) -> Ltx2Config:
         if checkpoint.class_name(component) not in names:
             raise CheckpointError(
                 f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported: "
-                f"{' or '.join(names)}, of LTX-2.0 and 2.3"
+                f"{' or '.join(names)}, of LTX-2.0, 2.3 and 2.5"
             )
     transformer = complete_config(checkpoint, "transformer", classes.TRANSFORMER)
     audio_vae = complete_config(checkpoint, "audio_vae", classes.AUDIO_VAE)
     vocoder_class = checkpoint.class_name("vocoder")
     vocoder = complete_config(checkpoint, "vocoder", classes.VOCODERS[vocoder_class])
     version = _find_version(checkpoint, transformer)
+    _check_version(checkpoint, transformer, version)
     same = {key: classes.TRANSFORMER[key] for key in _FIXED_TRANSFORMER_KEYS}
     check_supported(checkpoint, "transformer", transformer, same | {"rope_type": "split"}, {})
     same = {key: classes.AUDIO_VAE[key] for key in _FIXED_AUDIO_VAE_KEYS}
@@ -120,7 +131,9 @@ def read_config(checkpoint: Checkpoint) -> Ltx2Config:
         audio_vae=audio_vae,
         vocoder={"_class_name": vocoder_class} | vocoder,
         scheduler=scheduler,
-        upsampler=_read_upsampler(checkpoint) if distilled else None,
+        upsampler=_read_upsampler(checkpoint),
+        diffusion_decoder=_read_diffusion_decoder(checkpoint),
+        duration_head=_read_duration_head(checkpoint),
         distilled=distilled,
     )
 
@@ -131,9 +144,22 @@ def _find_version(checkpoint: Checkpoint, transformer: dict[str, Any]) -> str:
             return version
     switches = ", ".join(f"{key} {transformer[key]!r}" for key in next(iter(_VERSIONS.values())))
     raise CheckpointError(
-        f"{checkpoint.source} has a transformer with {switches}; supported: LTX-2.0, where only the first is true, "
-        "and LTX-2.3, where it alone is false"
+        f"{checkpoint.source} has a transformer with {switches}; supported: LTX-2.0, where the first and the last are "
+        "true, LTX-2.3, where only the first is false, and LTX-2.5, where both are false"
     )
+
+
+def _check_version(checkpoint: Checkpoint, transformer: dict[str, Any], version: str) -> None:
+    """Check that a model has the text encoder of its version, and no marker before LTX-2.5."""
+    expected, encoder = _GEMMA_4 if version == "2.5" else _GEMMA_3, checkpoint.class_name("text_encoder")
+    if encoder != expected:
+        raise CheckpointError(
+            f"{checkpoint.source} has text_encoder {encoder}; LTX-{version}, whose transformer it has, needs {expected}"
+        )
+    if transformer["use_keyframes_abs_pos_embedding"] and version != "2.5":
+        raise CheckpointError(
+            f"{checkpoint.source} has transformer use_keyframes_abs_pos_embedding True; supported: False before LTX-2.5"
+        )
 
 
 def _check_sound(
@@ -168,9 +194,9 @@ def _read_text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config("text_encoder").get("text_config")
     if not isinstance(config, dict):
         raise CheckpointError(
-            f"{checkpoint.source}/text_encoder/config.json has no text_config, which Gemma 3's has; fetch it again"
+            f"{checkpoint.source}/text_encoder/config.json has no text_config, which Gemma's has; fetch it again"
         )
-    return {"vocab_size": 262208} | config
+    return classes.TEXT_ENCODERS[checkpoint.class_name("text_encoder")] | config
 
 
 def _read_upsampler(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -179,13 +205,36 @@ def _read_upsampler(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return complete_config(checkpoint, _UPSAMPLER, classes.UPSAMPLER)
 
 
+def _read_duration_head(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    if not checkpoint.has(_DURATION_HEAD):
+        return None
+    return complete_config(checkpoint, _DURATION_HEAD, classes.DURATION_HEAD)
+
+
+def _read_diffusion_decoder(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return the settings of the diffusion decoder if wan_tpu.json chooses it."""
+    chosen = checkpoint.read_settings("model", "decoder").get("decoder", DECODERS[0])
+    if chosen not in DECODERS:
+        raise CheckpointError(
+            f"{checkpoint.folder / SETTINGS} has decoder {chosen!r}; supported: {', '.join(DECODERS)}"
+        )
+    if chosen == DECODERS[0]:
+        return None
+    if not (checkpoint.path(_DIFFUSION_DECODER) / "config.json").is_file():
+        raise CheckpointError(
+            f"{checkpoint.folder / SETTINGS} has decoder {chosen!r}, but {checkpoint.source} has no "
+            f"{_DIFFUSION_DECODER}; fetch it, or leave the decoder out"
+        )
+    return complete_config(checkpoint, _DIFFUSION_DECODER, classes.DIFFUSION_DECODER)
+
+
 def _is_distilled(checkpoint: Checkpoint, version: str, scheduler: dict[str, Any]) -> bool:
     """Return whether wan_tpu.json names a distilled model; without that, whether the scheduler or a name says so."""
-    model = checkpoint.read_settings("model").get("model")
+    model = checkpoint.read_settings("model", "decoder").get("model")
     if model is not None:
         if model not in MODELS:
             raise CheckpointError(f"{checkpoint.folder / SETTINGS} has model {model!r}; supported: {', '.join(MODELS)}")
-        if model.removesuffix("-distilled") != {"2.0": "ltx-2", "2.3": "ltx-2.3"}[version]:
+        if model.removesuffix("-distilled") != {"2.0": "ltx-2"}.get(version, f"ltx-{version}"):
             raise CheckpointError(
                 f"{checkpoint.folder / SETTINGS} has model {model!r}, but the checkpoint's configuration is that of "
                 f"LTX-{version}; correct it"

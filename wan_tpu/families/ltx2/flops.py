@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from wan_tpu.families.ltx2 import audio, components, connectors, text, vae
+from wan_tpu.families.ltx2 import audio, components, connectors, diffusion_decoder, text, vae
 from wan_tpu.families.ltx2.spec import Ltx2Spec
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.request import ResolvedRequest
@@ -32,7 +32,12 @@ class Ltx2Flops:
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
         """Count the decoding of latents [1, C, T, H, W], and of the sound."""
         count = self._audio_tokens(latent_shape)
-        return vae.count_decoding(self._config, latent_shape) + audio.count_flops(self._config, count)
+        decoder = self._config.diffusion_decoder
+        if decoder is None:
+            pixels = vae.count_decoding(self._config, latent_shape)
+        else:
+            pixels = diffusion_decoder.count_flops(decoder, latent_shape)
+        return pixels + audio.count_flops(self._config, count)
 
     def _audio_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Return the sound's tokens of a video at the model's own rate of frames."""

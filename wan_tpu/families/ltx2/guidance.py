@@ -23,6 +23,10 @@ class Evaluation:
     perturbed_blocks: tuple[int, ...] = ()
     is_isolated: bool = False
 
+    def is_perturbed(self, layer: Any) -> Any:
+        """Return whether a layer, whose index may be traced, is one of those; None where there are none."""
+        return sum(layer == block for block in self.perturbed_blocks) > 0 if self.perturbed_blocks else None
+
 
 @dataclass(frozen=True)
 class Guidance:

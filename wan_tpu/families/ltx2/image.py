@@ -3,23 +3,30 @@
 import math
 
 import numpy as np
-from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, apply_image_conditioning_crf
+from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
 from PIL import Image
 
 from wan_tpu.media.image import fit_image
 
+# How much images are compressed: as the frames that a model was trained on. Source: ltx_pipelines/utils/constants.py of
+# github.com/Lightricks/LTX-2 at 400fd310; diffusers has the same.
+CRF, CRF_25 = 33, 18
 _LONGEST_SIDE = 16384  # Pixels of a picture that x264 compresses.
 
 
-def compress(image: Image.Image) -> Image.Image:
+def compress(image: Image.Image, crf: int) -> Image.Image:
     """Return the image compressed with H.264, because the model was trained on compressed frames.
 
     Lightricks (ltx-pipelines 1.0.0, utils/media_io.py) and diffusers do this alike.
+
+    Args:
+        image: The image.
+        crf: How much it is compressed, H.264's constant rate factor.
     """
     # H.264 has pairs of rows and columns, and not any number of them.
     scale = min(1.0, _LONGEST_SIDE / max(image.size))
     width, height = (max(2, round(side * scale)) for side in image.size)
-    return Image.fromarray(apply_image_conditioning_crf(np.array(image.resize((width, height))), DEFAULT_IMAGE_CRF))
+    return Image.fromarray(apply_image_conditioning_crf(np.array(image.resize((width, height))), crf))
 
 
 def fit_as_lightricks(image: Image.Image, height: int, width: int) -> np.ndarray:

@@ -7,7 +7,9 @@ import diffusers
 import torch
 import transformers
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplerModel, LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
+from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
 
+from wan_tpu.families.ltx2.config import is_25
 from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.shared.values import set_own_values
 
@@ -69,20 +71,32 @@ _VOCODER_23: dict[str, Any] = {
     "num_mel_channels": _MEL_BINS,
 }
 _UPSAMPLER: dict[str, Any] = {"in_channels": _LATENTS, "mid_channels": 32, "num_blocks_per_stage": 1}
-_GEMMA: dict[str, Any] = {
+_DIFFUSION_DECODER: dict[str, Any] = {
+    "latent_channels": _LATENTS,
+    "decoder_head_dim": 16,
+    "decoder_stage_channels": [128, 64, 32, 32, 16],
+    "decoder_stage_depths": [1, 2, 1, 1, 2],
+    "decoder_stage_kernels": [[3, 3, 5], [3, 3, 5], [3, 3, 3], [3, 5, 3]],
+    "decoder_stage5_kernel": [5, 7, 3],
+}
+# Two groups of layers, each of which ends with one that sees everything.
+_GEMMAS: dict[str, Any] = {
     "hidden_size": _TEXT_WIDTH,
     "intermediate_size": 96,
-    "num_hidden_layers": 7,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "query_pre_attn_scalar": 16,
 }
+_GEMMA, _GEMMA_4 = _GEMMAS | {"query_pre_attn_scalar": 16}, _GEMMAS | {"global_head_dim": 32}
 _IMAGE_TOKENS = {
     "image_token_index": "<image_soft_token>",
     "boi_token_index": "<start_of_image>",
     "eoi_token_index": "<end_of_image>",
 }
+_PATCHES: dict[str, Any] = {"patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 4}
+_SOUND: dict[str, Any] = {"audio_embed_dim": 16}
 _SIGLIP: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -112,14 +126,15 @@ def make_checkpoint(
         folder: Where to write it.
         kind: The published model, one of `PUBLISHED`.
         transformer, connectors, text_encoder, vae, audio_vae, vocoder: Override the small configuration.
-        upsampler: Whether a distilled model also has the model that doubles the size of its latents.
+        upsampler: Whether it also has the model that doubles the size of its latents.
         seed: The seed of all weights.
     """
     published = PUBLISHED[kind]
     bandwidth_extension = published.vocoder["_class_name"] == "LTX2VocoderWithBWE"
     torch.manual_seed(seed)
-    tokenizer = _make_tokenizer()
-    gemma = published.text_encoder | _GEMMA | {"vocab_size": len(tokenizer)} | (text_encoder or {})
+    tokenizer = _make_tokenizer(begins=not is_25(published))
+    small_gemma = _GEMMA_4 if is_25(published) else _GEMMA
+    gemma = published.text_encoder | small_gemma | {"vocab_size": len(tokenizer)} | (text_encoder or {})
     small_connectors = _CONNECTORS | {"text_proj_in_factor": gemma["num_hidden_layers"] + 1}
     small_connectors |= _CONNECTORS_23 if published.connectors["per_modality_projections"] else _CONNECTORS_20
     small_vae: dict[str, Any] = {
@@ -135,7 +150,7 @@ def make_checkpoint(
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(**published.scheduler),
         "vae": diffusers.AutoencoderKLLTX2Video.from_config(published.vae | small_vae | (vae or {})),
         "audio_vae": diffusers.AutoencoderKLLTX2Audio.from_config(published.audio_vae | _AUDIO_VAE | (audio_vae or {})),
-        "text_encoder": _make_gemma(gemma, tokenizer),
+        "text_encoder": _make_gemma_4(gemma, tokenizer) if is_25(published) else _make_gemma(gemma, tokenizer),
         "tokenizer": tokenizer,
         "connectors": LTX2TextConnectors.from_config(published.connectors | small_connectors | (connectors or {})),
         "transformer": diffusers.LTX2VideoTransformer3DModel.from_config(
@@ -143,15 +158,26 @@ def make_checkpoint(
         ),
         "vocoder": vocoder_class.from_config(published.vocoder | small_vocoder | (vocoder or {})),
     }
+    if is_25(published):
+        parts["duration_head"] = LTX2DurationHead(
+            _WIDTH, _AUDIO_WIDTH, pooler_hidden_dim=32, num_queries=2, num_pooler_heads=4, mlp_hidden_dim=24
+        )
     for part in parts.values():
         if isinstance(part, torch.nn.Module):
             set_own_values(part, seed)
-    for name in ("connectors", "transformer", "vocoder"):
-        _strengthen(parts[name], seed)
+    for name in ("connectors", "transformer", "vocoder", "duration_head"):
+        if name in parts:
+            _strengthen(parts[name], seed)
     if bandwidth_extension:
         _keep_in_range(parts["vocoder"])
     diffusers.LTX2Pipeline(**parts).save_pretrained(folder)
-    if published.distilled and upsampler:
+    if is_25(published):
+        decoder = set_own_values(diffusers.LTX2VideoDiffusionDecoderModel(**_DIFFUSION_DECODER), seed)
+        _strengthen(decoder, seed)
+        for name in ("latents_mean", "latents_std"):  # As in the VAE.
+            getattr(decoder, name).copy_(getattr(parts["vae"], name))
+        decoder.save_pretrained(folder / "diffusion_decoder")
+    if upsampler:
         doubled = LTX2LatentUpsamplerModel.from_config((published.upsampler or {}) | _UPSAMPLER)
         set_own_values(doubled, seed).save_pretrained(folder / "latent_upsampler")
     return folder
@@ -170,8 +196,22 @@ def _make_gemma(
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _make_tokenizer() -> transformers.PreTrainedTokenizerBase:
-    """Return a Gemma tokenizer of characters and bytes, without merges."""
+def _make_gemma_4(
+    text: dict[str, Any], tokenizer: transformers.PreTrainedTokenizerBase
+) -> transformers.Gemma4UnifiedForConditionalGeneration:
+    """Return Gemma 4 with what embeds images and sounds, which is in published checkpoints, too."""
+    tokens = zip(("image_token_id", "boi_token_id", "eoi_token_id"), _IMAGE_TOKENS.values(), strict=True)
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=text,
+        vision_config=_PATCHES | {"output_proj_dims": _TEXT_WIDTH},
+        audio_config=_SOUND,
+        **{key: tokenizer.convert_tokens_to_ids(token) for key, token in tokens},
+    )
+    return transformers.Gemma4UnifiedForConditionalGeneration(config)
+
+
+def _make_tokenizer(*, begins: bool) -> transformers.PreTrainedTokenizerBase:
+    """Return a Gemma tokenizer of characters and bytes, without merges, that puts <bos> before every prompt or not."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     words = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
     return transformers.GemmaTokenizer(
@@ -179,6 +219,7 @@ def _make_tokenizer() -> transformers.PreTrainedTokenizerBase:
         merges=[],
         additional_special_tokens=list(_IMAGE_TOKENS.values()),
         model_max_length=1024,
+        add_bos_token=begins,
     )
 
 

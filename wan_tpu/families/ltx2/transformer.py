@@ -5,11 +5,11 @@ the other stream. The video's tokens are spread over the devices, and its weight
 earlier ones are in use. The sound has 126 tokens where the video has 32,640: every device of a branch has all of them,
 but only its own heads and hidden units of their weights, whose results are summed over 'tp'.
 
-Guidance takes up to four evaluations of the same latents (`Evaluation`). They run one after the other inside each
-layer, with the same gathered weights; on no mesh are they split over devices.
+Guidance takes up to four evaluations of the same latents (`Evaluation`). Their tokens go through each layer together,
+which so reads its weights once; on no mesh are they split over devices.
 
 Shapes: L tokens of the video, t those of one device, A tokens of the sound, S tokens of a text, X texts, E evaluations,
-N heads, D head width, C channels of the video, M timesteps: 1, or 2 where the first latent frame is an image.
+N heads, D head width, C channels of the video.
 """
 
 import math
@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from wan_tpu.families.ltx2.guidance import Evaluation
 from wan_tpu.families.ltx2.sharding import IN_PLACE, RULES, TEXT
-from wan_tpu.families.ltx2.streams.modulation import add_modulations, embed_times, project_texts
+from wan_tpu.families.ltx2.streams.modulation import Times, add_modulations, embed_times, project_texts
 from wan_tpu.families.ltx2.streams.sound import SoundStream
 from wan_tpu.families.ltx2.streams.video import PREFETCHED, VideoStream
 from wan_tpu.families.shared.layers import scan_layers
@@ -37,24 +37,35 @@ from wan_tpu.runtime.mesh import TokenLayout, token_layout, weight_spec
 _EPS = 1e-6  # Epsilon of the norm before the output: a constant of diffusers' module.
 
 
+class LatentCounts(NamedTuple):
+    """How many latents have each timestep, in order: all of them one, unless some are known, and so have no noise.
+
+    Attributes:
+        frames: Latent frames of the video.
+        audio: Latents of the sound.
+    """
+
+    frames: tuple[int, ...]
+    audio: tuple[int, ...]
+
+
 class Conditions(NamedTuple):
     """The inputs, other than the latents, that a step's evaluations share.
 
     Attributes:
-        times: float32 [M], timesteps of the video's tokens; of two, the first is for the first latent frame.
-        cross_times: float32 [1] or [M], the same in the attention between video and sound.
-        time: float32 [1], the step's timestep, which the sound and the text have.
+        times: The timesteps of the `LatentCounts`.
         encoder_hidden_states: [X, S, channels] of the video's embeddings of the texts.
         audio_encoder_hidden_states: The sound's.
         rotary_emb: From `positions.make_tables`.
+        marker: float32 scalar, how much of the learned marker the tokens of the first latent frame get; None for
+            models without one.
     """
 
-    times: jax.Array
-    cross_times: jax.Array
-    time: jax.Array
+    times: Times
     encoder_hidden_states: jax.Array
     audio_encoder_hidden_states: jax.Array
     rotary_emb: dict[str, jax.Array]
+    marker: jax.Array | None = None
 
 
 def predict(
@@ -64,6 +75,7 @@ def predict(
     video: jax.Array,
     audio: jax.Array,
     conditions: Conditions,
+    counts: LatentCounts,
     evaluations: Sequence[Evaluation],
 ) -> tuple[jax.Array, jax.Array]:
     """Return each evaluation's velocity of video and sound as tokens, float32 [E, L, channels] and [E, A, channels].
@@ -75,27 +87,30 @@ def predict(
         video: Latents [1, channels, T, H, W], in the dtype to compute in.
         audio: Latents as tokens [A, channels].
         conditions: The inputs that all evaluations share.
+        counts: How many latents have which timestep.
         evaluations: The evaluations.
     """
     grid = video.shape[2:]
 
     def method(module: Any, tokens: torch.Tensor, sound: torch.Tensor, texts: Any) -> tuple[jax.Array, jax.Array]:
-        times = conditions.times, conditions.cross_times, conditions.time
-        embedded = embed_times(module, *times, tokens.dtype)
+        embedded = embed_times(module, conditions.times, tokens.dtype)
         text, audio_text = (to_jax(value) for value in project_texts(module, texts))
-        count = math.prod(grid)
+        count, frame = math.prod(grid), math.prod(grid[1:])
         layout = token_layout(mesh, 1, count, module.config.num_attention_heads)
-        step = _Step(module, mesh, layout, grid, evaluations)
-        first = count // grid[0] if len(conditions.times) > 1 else 0
+        step = _Step(module, mesh, layout, grid, counts, evaluations)
+        projected = to_jax(module.proj_in(tokens))
+        if conditions.marker is not None:
+            # The first latent frame is the only one that stands for a single frame of the video.
+            marker = conditions.marker.astype(projected.dtype) * to_jax(module.keyframes_abs_pos_embedding)
+            projected = projected.at[:frame].add(marker)
         return step.run(
             _Inputs(
-                video=pad_rows(to_jax(module.proj_in(tokens)), layout.padded),
+                video=pad_rows(projected, layout.padded),
                 audio=to_jax(module.audio_proj_in(sound)),
                 encoder_hidden_states=text,
                 audio_encoder_hidden_states=audio_text,
                 rotary_emb=conditions.rotary_emb,
                 modulation=embedded,
-                first_tokens=jnp.int32(first),
                 blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
                 other_weights=_collect_heads(module),
             )
@@ -121,7 +136,6 @@ class _Inputs(NamedTuple):
         encoder_hidden_states, audio_encoder_hidden_states, rotary_emb: As in `Conditions`, projected to the streams'
             channels.
         modulation: From `modulation.embed_times`, float32.
-        first_tokens: How many tokens have the first of two timesteps.
         blocks: The stacked weights of the layers.
         other_weights: The weights behind the layers.
     """
@@ -132,7 +146,6 @@ class _Inputs(NamedTuple):
     audio_encoder_hidden_states: jax.Array
     rotary_emb: dict[str, jax.Array]
     modulation: dict[str, jax.Array]
-    first_tokens: jax.Array
     blocks: Params
     other_weights: Params
 
@@ -141,10 +154,16 @@ class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
     def __init__(
-        self, module: Any, mesh: Mesh, layout: TokenLayout, grid: tuple[int, ...], evaluations: Sequence[Evaluation]
+        self,
+        module: Any,
+        mesh: Mesh,
+        layout: TokenLayout,
+        grid: tuple[int, ...],
+        counts: LatentCounts,
+        evaluations: Sequence[Evaluation],
     ) -> None:
         self._config, self._mesh, self._layout, self._grid = module.config, mesh, layout, grid
-        self._evaluations, self._platform = evaluations, mesh.devices.flat[0].platform
+        self._counts, self._evaluations, self._platform = counts, evaluations, mesh.devices.flat[0].platform
 
     def run(self, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
         """Return [E, L, channels] and [E, A, channels], float32, without padding."""
@@ -169,32 +188,29 @@ class _Step:
             self._grid,
             self._split,
             rotary_emb=inputs.rotary_emb,
-            first_tokens=inputs.first_tokens,
+            segments=[count * math.prod(self._grid[1:]) for count in self._counts.frames],
             count=len(inputs.video),
+            evaluations=self._evaluations,
         )
-        sound = SoundStream(self._config, self._mesh, self._layout, math.prod(self._grid), self._platform)
+        of_step = self._config, self._mesh, self._layout, math.prod(self._grid), self._platform
+        sound = SoundStream(*of_step, self._evaluations, self._counts.audio)
         sound = sound.on_device(inputs.rotary_emb, video.start)
 
         def layer(hidden_states: Any, weights: Params, index: jax.Array) -> Any:
             weights = add_modulations(weights, modulation)
             keys = [video.text_keys(weights, text) for text in inputs.encoder_hidden_states]
             audio_keys = [sound.text_keys(weights, text) for text in inputs.audio_encoder_hidden_states]
-            results = []
-            for evaluation, (video_states, audio_states) in zip(self._evaluations, hidden_states, strict=True):
-                blocks = evaluation.perturbed_blocks
-                perturbed = jnp.any(index == jnp.array(blocks)) if blocks else None
-                video_states, weights = video.attend_to_itself(video_states, weights, perturbed)
-                audio_states = sound.attend_to_itself(audio_states, weights, perturbed)
-                video_states = video.attend_to_text(video_states, weights, keys[evaluation.text])
-                audio_states = sound.attend_to_text(audio_states, weights, audio_keys[evaluation.text])
-                if not evaluation.is_isolated:
-                    video_states, audio_states = video.attend_to_sound(video_states, audio_states, weights, sound)
-                results.append((video.feed_forward(video_states, weights), sound.feed_forward(audio_states, weights)))
-            return tuple(results)
+            video_states, audio_states = hidden_states
+            video_states, weights = video.attend_to_itself(video_states, weights, index)
+            audio_states = sound.attend_to_itself(audio_states, weights, index)
+            video_states = video.attend_to_text(video_states, weights, keys)
+            audio_states = sound.attend_to_text(audio_states, weights, audio_keys)
+            video_states, audio_states = video.attend_to_sound(video_states, audio_states, weights, sound)
+            return video.feed_forward(video_states, weights), sound.feed_forward(audio_states, weights)
 
         hidden_states = scan_layers(
             layer,
-            tuple((inputs.video, inputs.audio) for _ in self._evaluations),
+            tuple(jnp.tile(x, (len(self._evaluations), 1)) for x in (inputs.video, inputs.audio)),
             inputs.blocks,
             # For the text's keys and values, columns are gathered instead of the matrices.
             {name: P() if re.fullmatch(rf"{TEXT}\.weight", name) else spec for name, spec in self._split.items()},
@@ -205,15 +221,15 @@ class _Step:
         )
         ops = ops_for(self._platform)
 
-        def head(states: jax.Array, name: str, first_rows: Any) -> jax.Array:
+        def head(states: jax.Array, name: str, stream: VideoStream | SoundStream) -> jax.Array:
             shift, scale = (modulation[f"{name}head"][:, i] for i in range(2))
+            (scale, first_rows), (shift, _) = map(stream.find_segments, (scale, shift))
             normed = ops.layer_norm(states, 1 + scale, shift, eps=_EPS, first_rows=first_rows)
             weight, bias = inputs.other_weights[f"{name}proj_out.weight"], inputs.other_weights[f"{name}proj_out.bias"]
-            return ops.linear(normed, weight, bias).astype(jnp.float32)
+            velocities = ops.linear(normed, weight, bias).astype(jnp.float32)
+            return velocities.reshape(len(self._evaluations), -1, velocities.shape[1])
 
-        videos = [head(x, "", video.first_rows) for x, _ in hidden_states]
-        audios = [head(a, "audio_", 0) for _, a in hidden_states]
-        return jnp.stack(videos), jnp.stack(audios)
+        return head(hidden_states[0], "", video), head(hidden_states[1], "audio_", sound)
 
 
 def _collect_heads(module: Any) -> Params:

@@ -28,7 +28,7 @@ from wan_tpu.families.shared.causal_vae import CausalChunks, History, RepeatedSt
 from wan_tpu.families.shared.convolutions import Changes, convolve, patchify, taps_first, vae_component
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.ops.halo import HaloCut
-from wan_tpu.runtime.bridge import to_jax
+from wan_tpu.runtime.bridge import Params, to_jax
 from wan_tpu.runtime.components import Component
 from wan_tpu_kernels.vae.causal_conv import Padding, zero_outside
 
@@ -129,6 +129,17 @@ def encoder_chunks(config: Ltx2Config, module: torch.nn.Module, mesh: Mesh) -> C
         later_frames=FRAME_STRIDE,
         history=RepeatedStart,
     )
+
+
+def encode_frames(chunks: CausalChunks, params: Params, pixels: jax.Array) -> jax.Array:
+    """Return the moments of whole frames, of 8n + 1 of which the first begins the video; float32."""
+    pixels = pixels.astype(params["encoder.conv_in.conv.weight"].dtype)
+    moments, cache = chunks.run_first(params, pixels[:, :, :1])
+    parts = [moments]
+    for start in range(1, pixels.shape[2], FRAME_STRIDE):
+        moments, cache = chunks.run_next(params, pixels[:, :, start : start + FRAME_STRIDE], cache)
+        parts.append(moments)
+    return jnp.concatenate(parts, axis=2).astype(jnp.float32)
 
 
 def decoder_chunks(config: Ltx2Config, module: torch.nn.Module, mesh: Mesh) -> CausalChunks:
@@ -313,8 +324,22 @@ def join_patches(x: jax.Array, size: int) -> jax.Array:
     """
     frames, columns, rows, channels = x.shape
     planes = x.transpose(3, 0, 1, 2).reshape(channels // size**2, size, size, frames, columns, rows)
-    row, part, target = (jnp.arange(n) for n in (rows, size, rows * size))
-    ones = (row[None, :, None] * size + part[:, None, None] == target).astype(x.dtype)
-    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    ones, exact = _interleave(rows, size, x.dtype)
     joined = jnp.einsum("cpqtxy,qyh->ctxph", planes, ones, precision=exact)
     return joined.reshape(-1, frames, columns * size, rows * size)
+
+
+def split_patches(planes: jax.Array, size: int) -> jax.Array:
+    """Undo `join_patches`."""
+    channels, frames, columns, rows = planes.shape
+    lines = planes.reshape(channels, frames, columns // size, size, rows)
+    ones, exact = _interleave(rows // size, size, planes.dtype)
+    split = jnp.einsum("ctxph,qyh->txycpq", lines, ones, precision=exact)
+    return split.reshape(*split.shape[:3], -1)
+
+
+def _interleave(rows: int, size: int, dtype: Any) -> tuple[jax.Array, jax.lax.Precision | None]:
+    """Return ones and zeros [size, rows, rows size] that interleave rows, and the precision at which that is exact."""
+    row, part, target = (jnp.arange(n) for n in (rows, size, rows * size))
+    ones = (row[None, :, None] * size + part[:, None, None] == target).astype(dtype)
+    return ones, jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

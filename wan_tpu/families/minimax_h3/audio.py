@@ -1,4 +1,4 @@
-"""Decodes MiniMax-H3's sound: normalised latents to samples, each channel by itself, always in float32.
+"""MiniMax-H3's sound: normalised latents to samples, and back, each channel by itself, always in float32.
 
 The decoder is a BigVGAN, written in JAX of the parts in `families/shared/vocoder.py`; diffusers' module has the
 structure, the parameters' names and their values. Its convolutions have weight norm, which is applied to what they
@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.layers import in_float32
 from wan_tpu.families.shared.vocoder import (
     EXACT,
     Convolution,
@@ -36,12 +37,13 @@ from wan_tpu.families.shared.vocoder import (
     share_signals,
 )
 from wan_tpu.families.shared.vocoder_sizes import SizeKeys, check_sizes, measure_reach
-from wan_tpu.runtime.bridge import Params
+from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.health import keep_inf
 from wan_tpu.runtime.mesh import Rule
 
 _CHANNELS = 2  # Stereo: the model decodes one channel at a time.
+_CHANNELS_FIRST = ("NCH", "OIH", "NCH")
 _FILTER_TAPS = 12  # Of the filters around an activation, which isn't a setting.
 _ENCODER = ("encoder", "pre_block", "mean_proj", "logs_proj")
 _SIZES = SizeKeys("resblock_kernel_sizes", "resblock_dilation_sizes", "decoder_rates", "decoder_kernel_sizes")
@@ -77,6 +79,72 @@ def audio_decoder(config: MiniMaxH3Config) -> Component:
     )
 
 
+def audio_encoder(config: MiniMaxH3Config) -> Component:
+    """Return the sound's VAE, with what computes the mean of its latents; raises `CheckpointError` as above."""
+    settings = config.audio_vae
+    width, channels = settings["latent_dim"] // settings["num_attention_heads"], settings["latent_channels"]
+    if width % channels:
+        raise CheckpointError(
+            f"audio_vae/config.json has heads of {width} channels, which aren't a multiple of the {channels} of latents"
+        )
+
+    def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
+        for part in ("decoder", "dec_in_proj", "logs_proj"):
+            delattr(module, part)
+        module.pre_block.attn.forward = functools.partial(_attend, module.pre_block.attn)
+        for part in module.modules():
+            if hasattr(part, "weight_g"):
+                part._forward_pre_hooks.clear()  # They would put a traced weight into the module.
+                part.forward = functools.partial(_convolve_normed, part)
+
+    return Component(
+        folder="audio_vae",
+        build=functools.partial(_build, settings),
+        adapt=adapt,
+        scanned=(),
+        rules=(Rule(r".*", ()),),
+        float32=_ENCODER,
+    )
+
+
+def encode(module: torch.nn.Module, params: Params, samples: jax.Array) -> jax.Array:
+    """Encode samples of both channels, float32 [2, samples], as normalised latents [2A, C], one channel first."""
+    settings: Any = module.config
+    mean, std = (np.array(settings[key], np.float32) for key in ("latents_mean", "latents_std"))
+
+    def run(module: Any, samples: torch.Tensor) -> torch.Tensor:
+        hidden_states = module.encoder(samples[:, None]).transpose(1, 2)
+        return module.mean_proj(module.pre_block(hidden_states).transpose(1, 2)).transpose(1, 2)
+
+    with in_float32():
+        latents: jax.Array = call(module, params, run, samples)
+    return ((latents - mean) / std).reshape(-1, latents.shape[2])
+
+
+def _convolve_normed(conv: Any, x: torch.Tensor) -> torch.Tensor:
+    weight, scale = to_jax(conv.weight_v), to_jax(conv.weight_g)
+    normed = weight * (scale / jnp.sqrt(jnp.square(weight).sum((1, 2), keepdims=True)))
+    output = jax.lax.conv_general_dilated(
+        to_jax(x),
+        normed,
+        conv.stride,
+        [conv.padding * 2],
+        rhs_dilation=conv.dilation,
+        dimension_numbers=_CHANNELS_FIRST,
+    )
+    return to_torch(output + to_jax(conv.bias)[:, None])
+
+
+def _attend(attention: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Compute a causal attention's output, [2, A, C], the mean of its heads and of neighbouring channels."""
+    bias = torch.cat((attention.q_bias, attention.zero_k_bias, attention.v_bias))
+    projected = to_jax(torch.nn.functional.linear(hidden_states, attention.qkv.weight, bias))
+    query, key, value = jnp.moveaxis(projected.reshape(*projected.shape[:2], 3, attention.num_heads, -1), 2, 0)
+    attended = jax.nn.dot_product_attention(query, key, value, is_causal=True).mean(2)
+    pooled = attended.reshape(*attended.shape[:2], attention.out_dim, -1).mean(3)
+    return attention.proj(to_torch(pooled))
+
+
 def decode(module: torch.nn.Module, params: Params, latents: jax.Array) -> jax.Array:
     """Decode normalised latents [1, 2A, C], one channel's after the other's, as samples, float32 [2, samples]."""
     settings: Any = module.config
@@ -91,6 +159,12 @@ def count_flops(config: MiniMaxH3Config, rows: int) -> int:
     """Count the operations of decoding 2A rows of latents (a multiply-add is two) on diffusers' own module."""
     shape = _CHANNELS, config.audio_vae["latent_channels"], rows // _CHANNELS
     return count(audio_decoder(config).build, lambda module: module.decode(torch.empty(shape, device="meta")))
+
+
+def count_encoding(config: MiniMaxH3Config, samples: int) -> int:
+    """Count the operations of encoding that many samples of both channels on diffusers' own module."""
+    sound = torch.empty(_CHANNELS, 1, samples, device="meta")
+    return count(audio_encoder(config).build, lambda module: module.encode(sound))
 
 
 def _build(settings: dict[str, Any]) -> torch.nn.Module:

@@ -47,4 +47,10 @@ PROCESSOR: dict[str, Any] = {
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
 PICTURE: dict[str, int] = {"shortest_edge": 65536, "longest_edge": 16777216}
+# The same of Qwen3-VL's video_preprocessor_config.json, for all frames of a video together.
+CLIP: dict[str, int] = {"shortest_edge": 4096, "longest_edge": 25165824}
+# Of modular_model_index.json: the short side and the most pixels of a video, and the short side of a reference image.
+CANVAS: dict[str, int] = {
+    "canvas_short_edge": 768, "canvas_max_pixels": 768 * 1344, "reference_image_short_edge": 2048,
+}
 # fmt: on

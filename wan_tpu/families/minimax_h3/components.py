@@ -8,6 +8,7 @@ from diffusers import MiniMaxH3Transformer3DModel
 
 from wan_tpu.families.minimax_h3 import sharding
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+from wan_tpu.families.minimax_h3.layers import GATE
 from wan_tpu.runtime.components import Component
 
 # The names in the model's own files, from scripts/convert_minimax_h3_to_diffusers.py and the loader of adapters in
@@ -34,8 +35,8 @@ _ORIGINALS = (
 FLOAT32 = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_proj_out")
 
 
-def transformer(config: MiniMaxH3Config) -> Component:
-    """Return the transformer, with its heads' channels in the order of our kernels (`pair_channels`)."""
+def transformer(config: MiniMaxH3Config, folder: str = "transformer") -> Component:
+    """Return a checkpoint's transformer, with its heads' channels in the order of our kernels (`pair_channels`)."""
     heads, rotated = (config.transformer[key] for key in ("num_attention_heads", "rope_freq_dim"))
 
     def pair(values: np.ndarray) -> np.ndarray:
@@ -45,8 +46,8 @@ def transformer(config: MiniMaxH3Config) -> Component:
         return pair_channels(values, 1, 3 * rotated)
 
     return Component(
-        folder="transformer",
-        build=lambda: MiniMaxH3Transformer3DModel.from_config(config.transformer),
+        folder=folder,
+        build=lambda: build_transformer(config),
         adapt=lambda module, mesh: None,
         scanned=("transformer_blocks",),
         rules=sharding.RULES,
@@ -56,13 +57,30 @@ def transformer(config: MiniMaxH3Config) -> Component:
             (r"transformer_blocks\.\*\.attn\.norm_[qk]\.weight", pair_norm),
         ),
         matrices=sharding.MATRICES,
+        logits=True,
         originals=_ORIGINALS,
+        added={f"transformer_blocks.template.{GATE}.weight": "transformer_blocks.template.attn.to_q.weight"},
         header_alpha=True,
         original_rows=(
             (r"(token_refiner[._])?blocks[._]\d+[._]mlp[._]fc1", _swap_halves),
             (r"(token_refiner[._])?blocks[._]\d+[._]attn[._]qkv_proj", functools.partial(_group_rows, heads)),
         ),
     )
+
+
+def build_transformer(config: MiniMaxH3Config) -> MiniMaxH3Transformer3DModel:
+    """Return diffusers' module, with gates if the checkpoint has some."""
+    module = MiniMaxH3Transformer3DModel.from_config(config.transformer)
+    if config.fasth3 is not None:
+        add_gates(module)
+    return module
+
+
+def add_gates(module: MiniMaxH3Transformer3DModel) -> None:
+    """Add the matrix by which each block's attention weights the results of FastVideo's coarse branch."""
+    for block in module.transformer_blocks:
+        outputs, inputs = block.attn.to_q.weight.shape
+        block.attn.to_gate_compress = torch.nn.Linear(inputs, outputs, bias=False)
 
 
 def _swap_halves(rows: torch.Tensor, name: str) -> torch.Tensor:

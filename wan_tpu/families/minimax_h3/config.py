@@ -6,13 +6,14 @@ from typing import Any
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.minimax_h3 import classes
+from wan_tpu.families.minimax_h3 import classes, fasth3
 from wan_tpu.families.shared.settings import check_supported, complete_config
 
 # Rows for a prompt and the labels of its keyframes: the fewest that hold them are used, each with programs of its own.
 # MiniMax's service takes 7,000 characters, about 1,500 tokens in English and 5,100 in Chinese.
 TEXT_ROWS = (1024, 2048, 4096, 6144)
 LABEL = "<Picture {}>: "  # What the text encoder reads before a keyframe, counted from 1.
+REFERENCE_FOLDER = "transformer_ref"  # The transformer for requests with references.
 TEXT_LAYER = 50  # The layer of Qwen3-VL whose output the published model was trained with.
 LATENTS_PER_S = 40  # Latents of the sound per second. diffusers computes with this number, whatever the VAE's strides.
 _CLASSES = {
@@ -48,8 +49,11 @@ class MiniMaxH3Config:
         scheduler: Settings of the video's MiniMaxH3Scheduler.
         audio_scheduler: Settings of the sound's scheduler.
         text_layer: The layer of the language model whose output is the text's embedding, without the final norm.
+        fasth3: What the transformer was distilled for, if it has the gates of video sparse attention; None without.
         picture: The pixels of the smallest and the largest image that the vision tower sees, by the names of Qwen3-VL's
             image processor.
+        canvas: The sizes of videos and images that are references, by the names of `classes.CANVAS`; None if the
+            checkpoint lacks the transformer for references.
     """
 
     transformer: dict[str, Any]
@@ -60,7 +64,27 @@ class MiniMaxH3Config:
     scheduler: dict[str, Any]
     audio_scheduler: dict[str, Any]
     text_layer: int = TEXT_LAYER
+    fasth3: "fasth3.FastH3 | None" = None
     picture: dict[str, int] = field(default_factory=lambda: dict(classes.PICTURE))
+    canvas: dict[str, int] | None = field(default_factory=lambda: dict(classes.CANVAS))
+
+    @property
+    def reference_edge(self) -> int:
+        """The short side of a reference image, in pixels."""
+        assert self.canvas is not None
+        return self.canvas["reference_image_short_edge"]
+
+    @property
+    def short_edge(self) -> int:
+        """The short side of a reference video, in pixels."""
+        assert self.canvas is not None
+        return self.canvas["canvas_short_edge"]
+
+    @property
+    def most_pixels(self) -> int:
+        """The most pixels of a frame of a reference video."""
+        assert self.canvas is not None
+        return self.canvas["canvas_max_pixels"]
 
 
 def fit_rows(tokens: int) -> int:
@@ -82,6 +106,7 @@ def read_config(checkpoint: Checkpoint) -> MiniMaxH3Config:
             raise CheckpointError(
                 f"{checkpoint.source} has {component} {checkpoint.class_name(component)}; supported: {name}"
             )
+    contract = fasth3.read_contract(checkpoint)
     text = _read_text(checkpoint)
     text_layer = min(TEXT_LAYER, text["num_hidden_layers"] - 1)
     return MiniMaxH3Config(
@@ -90,10 +115,12 @@ def read_config(checkpoint: Checkpoint) -> MiniMaxH3Config:
         vision=_read_vision(checkpoint, text["hidden_size"], text_layer),
         vae=_read_vae(checkpoint),
         audio_vae=_read_audio_vae(checkpoint),
-        scheduler=_read_scheduler(checkpoint, "scheduler"),
-        audio_scheduler=_read_scheduler(checkpoint, "audio_scheduler"),
+        scheduler=_read_scheduler(checkpoint, "scheduler", contract.get("video_scheduler_shift")),
+        audio_scheduler=_read_scheduler(checkpoint, "audio_scheduler", contract.get("audio_scheduler_shift")),
         text_layer=text_layer,
+        fasth3=fasth3.read_fasth3(checkpoint, contract),
         picture=_read_picture(checkpoint),
+        canvas=_read_canvas(checkpoint),
     )
 
 
@@ -205,6 +232,23 @@ def _read_picture(checkpoint: Checkpoint) -> dict[str, int]:
     return picture
 
 
-def _read_scheduler(checkpoint: Checkpoint, component: str) -> dict[str, Any]:
+def _read_canvas(checkpoint: Checkpoint) -> dict[str, int] | None:
+    """Return the sizes of references; None without a transformer for them, which computes as the other one does."""
+    if not checkpoint.has(REFERENCE_FOLDER):
+        return None
+    if not (checkpoint.path(REFERENCE_FOLDER) / "config.json").is_file():
+        return None
+    config = complete_config(checkpoint, REFERENCE_FOLDER, classes.TRANSFORMER)
+    expected = complete_config(checkpoint, "transformer", classes.TRANSFORMER)
+    if differing := sorted(key for key in classes.TRANSFORMER if config[key] != expected[key]):
+        raise CheckpointError(
+            f"{checkpoint.source} has {REFERENCE_FOLDER} with another {', '.join(differing)} than transformer; give a "
+            "checkpoint whose components belong together"
+        )
+    return {key: int(checkpoint.index.get(key, default)) for key, default in classes.CANVAS.items()}
+
+
+def _read_scheduler(checkpoint: Checkpoint, component: str, shift: float | None) -> dict[str, Any]:
     config = checkpoint.config(component, "scheduler_config.json")
-    return classes.SCHEDULER | {key: value for key, value in config.items() if not key.startswith("_")}
+    settings = classes.SCHEDULER | {key: value for key, value in config.items() if not key.startswith("_")}
+    return settings if shift is None else settings | {"shift": float(shift)}

@@ -13,10 +13,10 @@ import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.families.minimax_h3.layers import attend_in_parts
+from wan_tpu.families.minimax_h3.layers import attend_in_parts, without_gates
 from wan_tpu.ops.sparse_linear import SparseLinear, choose_blocks
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
-from wan_tpu_kernels.sparse_kernel import KEYS, QUERIES
+from wan_tpu_kernels.two_blocks import KEYS, QUERIES
 
 
 def refine_text(
@@ -46,7 +46,7 @@ def refine_text(
         return module.token_refiner.final_norm(hidden)
 
     needed = {name: value for name, value in params.items() if name.startswith(("context_embedder.", "token_refiner."))}
-    unchanged = {name: value for name, value in params.items() if name not in needed}
+    unchanged = {name: value for name, value in without_gates(params).items() if name not in needed}
     refined: jax.Array = call(module, needed | unchanged, method, text)
     return jax.lax.with_sharding_constraint(refined, jax.sharding.NamedSharding(mesh, P()))
 

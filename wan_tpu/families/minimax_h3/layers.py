@@ -1,9 +1,14 @@
-"""Attention of long texts, whose logits for all queries at once would take gigabytes."""
+"""Attention of long texts, whose logits for all queries at once would take gigabytes; the gates of sparse attention."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+from wan_tpu.runtime.bridge import Params
+
+GATE = "attn.to_gate_compress"  # FastVideo's matrix in each block, which diffusers' module doesn't have.
+_BLOCK = "transformer_blocks.template."
 
 _WHOLE = 3072  # Rows whose logits are computed at once: 56 heads have 2 GB of them in float32.
 _PART = 1024
@@ -24,3 +29,13 @@ def attend_in_parts(attend: Callable[[jax.Array, jax.Array], jax.Array], query: 
     parts = padded.reshape(count, _PART, *query.shape[1:]), jnp.arange(count * _PART).reshape(count, _PART)
     output = jax.lax.map(lambda part: attend(*part), parts)
     return output.reshape(count * _PART, *output.shape[2:])[:rows]
+
+
+def without_gates(params: Params) -> Params:
+    """Return the weights that diffusers' module has."""
+    return {name: value for name, value in params.items() if GATE not in name}
+
+
+def select_gates(params: Params) -> Params:
+    """Return the gates, which are stacked over the blocks, by their names in one."""
+    return {name.removeprefix(_BLOCK): value for name, value in params.items() if GATE in name}

@@ -1,12 +1,16 @@
 """The published MiniMax-H3: its configuration, to compile it without weights, and its sampling settings.
 
 Sources: MiniMaxAI/MiniMax-H3 on the Hugging Face hub, whose settings are the defaults of diffusers' classes, and
-diffusers 0.42.1, modular_pipelines/minimax_h3. The text encoder is that of Qwen/Qwen3-VL-32B-Instruct.
+diffusers 0.42.1, modular_pipelines/minimax_h3; those of FastVideo's are in fasth3.py. The text encoder is that of
+Qwen/Qwen3-VL-32B-Instruct. The authors' README (MiniMax-AI/MiniMax-H3 1bc8e18e) has a short side of 768 pixels and 24
+frames a second, their requests there 16:9; the server that it names, SGLang, 50 points and no negative prompt
+(configs/sample/minimax_h3.py at 03d03aa7).
 """
 
+import dataclasses
 from typing import Any
 
-from wan_tpu.families.minimax_h3 import classes
+from wan_tpu.families.minimax_h3 import classes, fasth3
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.request import Defaults
 
@@ -71,15 +75,20 @@ PUBLISHED: dict[str, MiniMaxH3Config] = {
         audio_scheduler={"shift": 3.0},
     ),
 }
+# FastVideo's distilled transformers, with the other components of the published model.
+PUBLISHED["fasth3-v1"] = dataclasses.replace(PUBLISHED["minimax-h3"], fasth3=fasth3.V1, canvas=None)
+PUBLISHED["fasth3-v2"] = dataclasses.replace(PUBLISHED["fasth3-v1"], fasth3=fasth3.V2, scheduler={"shift": 10.0})
 HUB_IDS: dict[str, str] = {
     "minimax-h3": "MiniMaxAI/MiniMax-H3",
+    "fasth3-v1": "FastVideo/FastVideo-FastH3-4-step-v1",
+    "fasth3-v2": "FastVideo/FastVideo-FastH3-8-Step-V2",
 }
 
 
 def recognise(config: MiniMaxH3Config) -> str:
     """Return the name of the published model with a configuration, or `CUSTOM`."""
     for name, published in PUBLISHED.items():
-        if config.transformer == published.transformer:
+        if (config.transformer, config.fasth3) == (published.transformer, published.fasth3):
             return name
     return CUSTOM
 
@@ -91,7 +100,7 @@ def defaults(config: MiniMaxH3Config) -> Defaults:
         width=1344,
         frames=124,
         fps=24,
-        steps=STEPS,
+        steps=STEPS if config.fasth3 is None else len(config.fasth3.levels),
         guidance_scale=1.0,
         guidance_scale_2=1.0,
         shift=float(config.scheduler["shift"]),
@@ -104,5 +113,7 @@ diffusers_defaults = defaults
 
 
 def source(config: MiniMaxH3Config) -> str:
-    """Return the address of the authors' files, which name the shifts; their program is SGLang's server."""
+    """Return the address of the authors' files, which name the shifts."""
+    if config.fasth3 is not None:
+        return f"https://huggingface.co/{HUB_IDS.get(recognise(config), HUB_IDS['fasth3-v2'])}"
     return "https://github.com/MiniMax-AI/MiniMax-H3/blob/8d8824ef/FL2VA/model_index.json"

@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from wan_tpu.families.minimax_h3 import classes
+from wan_tpu.families.minimax_h3.components import add_gates
+from wan_tpu.families.minimax_h3.fasth3 import CONTRACT, FIXED, FastH3
 from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.shared.tokenizer import make_qwen_tokenizer
 from wan_tpu.families.shared.values import set_own_values
@@ -75,6 +77,8 @@ _VISION_TOKENS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
 }
+# The short side and the most pixels of a reference video, and the short side of a reference image.
+_CANVAS = {"canvas_short_edge": 64, "canvas_max_pixels": 64 * 96, "reference_image_short_edge": 96}
 # Pixels of the smallest and of the largest picture that the text encoder reads.
 _PICTURE = {"shortest_edge": 32 * 32, "longest_edge": 16777216}
 
@@ -87,6 +91,7 @@ def make_checkpoint(
     text_encoder: dict[str, Any] | None = None,
     vae: dict[str, Any] | None = None,
     audio_vae: dict[str, Any] | None = None,
+    fasth3: FastH3 | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a small checkpoint with the published model's structure, in the layout of diffusers' modular pipelines.
@@ -95,6 +100,7 @@ def make_checkpoint(
         folder: Where to write it.
         kind: The published model, one of `PUBLISHED`.
         transformer, text_encoder, vae, audio_vae: Override the small configuration.
+        fasth3: What to write in FastVideo's file; the transformer then has gates.
         seed: The seed of all weights.
     """
     published, tokenizer = PUBLISHED[kind], make_qwen_tokenizer([*_VISION_TOKENS.values()])
@@ -107,10 +113,10 @@ def make_checkpoint(
 
     small_vae = classes.VAE | _VAE | draw_statistics(_LATENTS) | (vae or {})
     small_audio = classes.AUDIO_VAE | _AUDIO_VAE | draw_statistics(_AUDIO_LATENTS) | (audio_vae or {})
+    settings = published.transformer | _TRANSFORMER | (transformer or {})
     parts: dict[str, Any] = {
-        "transformer": diffusers.MiniMaxH3Transformer3DModel.from_config(
-            published.transformer | _TRANSFORMER | (transformer or {})
-        ),
+        "transformer": diffusers.MiniMaxH3Transformer3DModel.from_config(settings),
+        "transformer_ref": diffusers.MiniMaxH3Transformer3DModel.from_config(settings),
         "text_encoder": _make_qwen(published.text_encoder | _QWEN | (text_encoder or {}), tokenizer),
         "vae": diffusers.AutoencoderKLMiniMaxH3.from_config(small_vae),
         "audio_vae": diffusers.AutoencoderKLMiniMaxH3Audio.from_config(small_audio),
@@ -121,15 +127,24 @@ def make_checkpoint(
             patch_size=16, image_mean=[0.5] * 3, image_std=[0.5] * 3, size=_PICTURE
         ),
     }
+    if fasth3 is not None:
+        add_gates(parts["transformer"])
+        steps = [round(1000 * level) for level in fasth3.levels]
+        shifts = {"video_scheduler_shift": 10.0, "audio_scheduler_shift": 3.0}
+        numbers = {"vsa_sparsity": fasth3.sparsity, "dmd_denoising_steps": steps, "transformer_forwards": len(steps)}
+        contract = FIXED | numbers | shifts
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONTRACT).write_text(json.dumps(contract, indent=2) + "\n")
     index: dict[str, Any] = {
         "_blocks_class_name": "MiniMaxH3Blocks",
         "_class_name": "MiniMaxH3ModularPipeline",
         "_diffusers_version": diffusers.__version__,
+        **_CANVAS,
     }
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module):
-            set_own_values(part, seed)
-        if name == "transformer":
+            set_own_values(part, seed + (name == "transformer_ref"))
+        if isinstance(part, diffusers.MiniMaxH3Transformer3DModel):
             _strengthen_attention(part)
         part.save_pretrained(folder / name)
         library = type(part).__module__.partition(".")[0]

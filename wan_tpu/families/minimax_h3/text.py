@@ -44,17 +44,17 @@ _PREFIX = r"^((model|language_model)\.)+"
 
 
 class VisionOutput(NamedTuple):
-    """The vision tower's output for the keyframes, which replaces rows of the presentation.
+    """The vision tower's output for keyframes or references, which replaces rows of the presentation.
 
     Attributes:
-        starts: int32 [k], the index of the first of each keyframe's rows.
-        tokens: [k, n, C], which take the place of the embeddings of these rows.
-        deepstack: [layers, k, n, C], which are added to these rows behind each of the first layers.
+        starts: int32 [k], the index of the first of each image's rows.
+        tokens: For each, [n, C], which take the place of the embeddings of these rows.
+        deepstack: For each of the first layers, the same, which are added to these rows behind it.
     """
 
     starts: jax.Array
-    tokens: jax.Array
-    deepstack: jax.Array
+    tokens: Sequence[jax.Array]
+    deepstack: Sequence[Sequence[jax.Array]]
 
 
 def tokenize_prompt(shared: Tokenizer, prompt: str) -> tuple[np.ndarray, int, list[Cut]]:
@@ -152,10 +152,12 @@ def encode_prompt(
     return result
 
 
-def _put(hidden_states: jax.Array, starts: jax.Array, values: jax.Array) -> jax.Array:
-    """Replace the rows [R, C] that begin at `starts` by values [k, n, C]."""
-    for start, rows in zip(starts, values.astype(hidden_states.dtype), strict=True):
-        hidden_states = jax.lax.dynamic_update_slice_in_dim(hidden_states, rows, start, axis=0)
+def _put(hidden_states: jax.Array, starts: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
+    """Replace the rows [R, C] that begin at `starts` by values, each [n, C]."""
+    for start, rows in zip(starts, values, strict=True):
+        hidden_states = jax.lax.dynamic_update_slice_in_dim(
+            hidden_states, rows.astype(hidden_states.dtype), start, axis=0
+        )
     return hidden_states
 
 

@@ -18,6 +18,8 @@ import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from wan_tpu.errors import InvalidRequest
+from wan_tpu.families.minimax_h3.layers import GATE, select_gates, without_gates
 from wan_tpu.families.minimax_h3.positions import Layout
 from wan_tpu.families.minimax_h3.sharding import RULES
 from wan_tpu.families.shared.layers import in_float32, linear, rounded_type, scan_gathering_layers
@@ -26,7 +28,9 @@ from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.collectives import SplitWeight, gather_during
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
-from wan_tpu.ops.sparse_linear import QUERY_BLOCK, SparseLinear
+from wan_tpu.ops.sparse_linear import QUERY_BLOCK, Density, SparseLinear
+from wan_tpu.ops.tiles import Tiles
+from wan_tpu.ops.video_sparse import Sparsity, VideoSparse
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.mesh import AXES, TokenLayout, axis_size, token_layout, weight_spec
 
@@ -34,7 +38,6 @@ from wan_tpu.runtime.mesh import AXES, TokenLayout, axis_size, token_layout, wei
 # those in `_GATHERED` during its own. The output's aren't gathered early: they would be in the loop's state and copied.
 _PREFETCHED = tuple(f"attn.{name}.weight" for name in ("to_q", "to_k", "to_v"))
 _GATHERED = ("attn.to_out.0.weight", "ff.net.0.proj.weight", "ff.net.2.weight")
-_VIDEO, _TEXT, _SOUND = range(3)  # Kinds of rows, as the modulations' outputs have them.
 _MODULATION = "adaln_proj.linear"
 
 
@@ -43,12 +46,14 @@ class Rows(NamedTuple):
 
     Attributes:
         text: From `context.refine_text`, [R, C]; padding is last.
-        keyframes: Float32 [keyframes, channels], or None.
+        keyframes: Float32 [keyframes, channels], of keyframes or of references, or None.
         sound: Float32 [sound, channels].
         video: Float32 [video, channels], tokens of the video.
         positions: From `positions.place_rows`, float32 [L, 3].
-        ends: From `positions.find_ends`, int32.
+        ends: From `positions.find_ends` or `end_references`, int32.
         words: int32 scalar, the number of real rows of `text`.
+        voices: Float32 [voices, channels], the references' sounds, if there are references.
+        real: int32 [2], the number of real rows of `keyframes` and of `voices`; by default, all.
     """
 
     text: jax.Array
@@ -58,6 +63,8 @@ class Rows(NamedTuple):
     positions: jax.Array
     ends: jax.Array
     words: jax.Array
+    voices: jax.Array | None = None
+    real: jax.Array | None = None
 
 
 def predict(
@@ -67,7 +74,8 @@ def predict(
     rows: Rows,
     layout: Layout,
     timestep: jax.Array,
-    density: float | None = None,
+    sparse: Density | Sparsity | None = None,
+    grid: tuple[int, int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the velocities of the video's tokens and of the sound's latents, float32, in the shapes of `rows`.
 
@@ -77,42 +85,73 @@ def predict(
         mesh: The devices.
         rows: The sequence.
         layout: How many rows of each kind there are.
-        timestep: Float32 [2 or 3]: the timestep of the video and the text, the sound's, and the keyframes'.
-        density: The share of the blocks of keys that sparse attention keeps; None for attention to all keys.
+        timestep: Float32 [2 to 4]: the timestep of the video and the text, the sound's, the keyframes', the voices'.
+        sparse: How sparse attention is; None for attention to all keys. With `Sparsity` the sequence is in the order of
+            its tiles, and there are gates among the weights.
+        grid: The video's tokens in time, height and width, for `Sparsity`.
+
+    Raises:
+        InvalidRequest: There are gates without video sparse attention, for which they were trained, or the reverse.
     """
-    video_start = rows.words + layout.keyframes + layout.sound
+    gates = select_gates(params)
+    if bool(gates) != isinstance(sparse, Sparsity):
+        raise InvalidRequest(
+            "the adapters hold gates of video sparse attention, and the preset is for other attention; give FastH3's "
+            "preset with its own adapter"
+            if gates
+            else "the preset is for video sparse attention, and the adapters hold no gates for it; leave loras out, or "
+            "give one that has them",
+            "loras",
+        )
+    real = jnp.array(layout.padded[1:], jnp.int32) if rows.real is None else rows.real
+    counts = jnp.concatenate([jnp.reshape(rows.words, 1), real])
+    sound_start = jnp.sum(counts)
+    video_start, tiles = sound_start + layout.sound, None
+    if isinstance(sparse, Sparsity):
+        assert grid is not None
+        tiles = cut_tiles(grid, layout)
+        rows = rows._replace(video=rows.video[tiles.order])
+        video_start, sound_start = jnp.int32(0), jnp.int32(layout.video + layout.keyframes)
 
     def method(module: Any, video: torch.Tensor) -> jax.Array:
-        block = 1 if density is None else QUERY_BLOCK
+        block = 1 if sparse is None else QUERY_BLOCK
         tokens = token_layout(mesh, 1, layout.rows, module.config.num_attention_heads, block)
         dtype = rows.text.dtype
         with in_float32():
             temb = jax.nn.silu(to_jax(module.time_embedder(module.time_proj(to_torch(timestep)))))
             keyframes = [] if rows.keyframes is None else [to_jax(module.proj_in(to_torch(rows.keyframes)))]
+            voices = [] if rows.voices is None else [to_jax(module.audio_proj_in(to_torch(rows.voices)))]
             sound = to_jax(module.audio_proj_in(to_torch(rows.sound)))
         head = module.norm_out.linear(to_torch(temb.astype(dtype)))
         # Few channels are moved here, once a step.
         room = jnp.zeros((tokens.padded, video.shape[1]), jnp.float32)
-        step = _Step(module.config, mesh, tokens, layout, density)
+        step = _Step(module, mesh, tokens, layout, sparse, tiles)
+        parameters = module.transformer_blocks.template.named_parameters()
+        blocks = to_jax({name: value for name, value in parameters if GATE not in name})
         return step.run(
             _Inputs(
                 video=jax.lax.dynamic_update_slice(room, to_jax(video), (video_start, 0)),
-                replicated=jnp.concatenate([part.astype(dtype) for part in (rows.text, *keyframes, sound)]),
+                replicated=jnp.concatenate([part.astype(dtype) for part in (rows.text, *keyframes, *voices, sound)]),
                 positions=pad_rows(rows.positions, tokens.padded),
                 ends=rows.ends,
-                words=rows.words,
+                counts=counts,
                 temb=temb,
                 head=to_jax(head).reshape(len(temb), 2, -1).astype(jnp.float32),
-                blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
+                blocks=blocks | gates,
                 other_weights=_collect_other_weights(module),
             )
         )
 
-    velocities: jax.Array = call(module, params, method, rows.video)
-    channels, sound_start = rows.video.shape[1], rows.words + layout.keyframes
+    velocities: jax.Array = call(module, without_gates(params), method, rows.video)
+    channels = rows.video.shape[1]
     of_video = jax.lax.dynamic_slice_in_dim(velocities, video_start, layout.video)[:, :channels]
     of_sound = jax.lax.dynamic_slice_in_dim(velocities, sound_start, layout.sound)[:, channels:]
-    return of_video, of_sound
+    return of_video if tiles is None else of_video[np.argsort(tiles.order)], of_sound
+
+
+def cut_tiles(grid: tuple[int, int, int], layout: Layout) -> Tiles:
+    """Return the tiles of a sequence for video sparse attention."""
+    return Tiles(grid, (layout.keyframes, layout.sound, layout.text))
 
 
 class _Inputs(NamedTuple):
@@ -123,7 +162,7 @@ class _Inputs(NamedTuple):
         replicated: [L - video, C], all other rows, padding of the text included.
         positions: Float32 [L, 3].
         ends: int32 [M - 1], where each run of rows with one modulation ends, but for the last.
-        words: int32 scalar, the number of real rows of the text.
+        counts: int32 [3], the number of real rows of the text, of keyframes and of voices.
         temb: Float32 [E, channels], of the timesteps, after its activation.
         head: Shift and scale of each timestep before the output, float32 [E, 2, C].
         blocks: The stacked weights of the layers.
@@ -134,7 +173,7 @@ class _Inputs(NamedTuple):
     replicated: jax.Array
     positions: jax.Array
     ends: jax.Array
-    words: jax.Array
+    counts: jax.Array
     temb: jax.Array
     head: jax.Array
     blocks: Params
@@ -144,9 +183,22 @@ class _Inputs(NamedTuple):
 class _Step:
     """One step's blocks inside a `jax.shard_map`."""
 
-    def __init__(self, config: Any, mesh: Mesh, tokens: TokenLayout, layout: Layout, density: float | None) -> None:
-        self._config, self._mesh, self._tokens, self._layout = config, mesh, tokens, layout
-        self._sparse = None if density is None else SparseLinear(density, shortest=layout.media + 1)
+    def __init__(
+        self,
+        module: Any,
+        mesh: Mesh,
+        tokens: TokenLayout,
+        layout: Layout,
+        sparse: Density | Sparsity | None,
+        tiles: Tiles | None,
+    ) -> None:
+        config, self._logits, self._values = module.config, module.logits_dtype, module.values_dtype
+        self._config, self._mesh, self._tokens, self._layout, self._tiles = config, mesh, tokens, layout, tiles
+        self._sparse: SparseLinear | VideoSparse | None = None
+        if isinstance(sparse, Density):
+            self._sparse = SparseLinear(sparse.value, shortest=layout.rows - layout.text + 1)
+        elif sparse is not None and tiles is not None:
+            self._sparse = VideoSparse(tiles, tiles.kept(sparse.value))
         self._heads, self._width = config.num_attention_heads, config.attention_head_dim
         self._platform = mesh.devices.flat[0].platform
         self._groups = head_groups(mesh, self._heads, tokens.head_axes)
@@ -154,10 +206,7 @@ class _Step:
         # Where devices share heads, keys are gathered after their exchange, those of the first round before the others.
         self._gathered_parts = self._key_parts if axis_size(mesh, tokens.token_axes) > self._groups else ()
         self._ops: Ops = ops_for(self._platform)
-        # Timestep and kind of each run of rows (`positions.find_ends`). Images in the text are as the video.
-        text = [(0, _TEXT), (0, _VIDEO)] * layout.pictures + [(0, _TEXT)]
-        keyframes = [(2, _VIDEO)] if layout.keyframes else []
-        self._modulations = [*text, *keyframes, (1, _SOUND), (0, _VIDEO)]
+        self._modulations = layout.modulations if tiles is None else layout.modulations_by_tiles
 
     def run(self, inputs: _Inputs) -> jax.Array:
         """Return the outputs of both heads side by side, float32 [L, channels of video and sound]."""
@@ -180,21 +229,31 @@ class _Step:
         with in_float32():
             video = ops.linear(inputs.video, other_weights["proj_in.weight"], other_weights["proj_in.bias"])
         row = start + jnp.arange(count)
-        # Keyframes and sound follow the text's real rows, and in `replicated` its padding.
-        source = jnp.where(row < inputs.words, row, row - inputs.words + layout.text)
-        hidden_states = jnp.where(
-            (row < inputs.words + layout.keyframes + layout.sound)[:, None],
-            inputs.replicated[jnp.clip(source, 0, len(inputs.replicated) - 1)],
-            video.astype(dtype),
-        )
+        # Each part follows the real rows of the part before it, and in `replicated` its padding.
+        part_ends = jnp.cumsum(inputs.counts)
+        source, is_video = row, row >= part_ends[-1] + layout.sound
+        for part, padded in enumerate(layout.padded):
+            source += jnp.where(row < part_ends[part], 0, padded - inputs.counts[part])
+        in_tile = None
+        if self._tiles is not None:  # Keyframes and sound follow the video, and the text follows them.
+            is_video, behind, others = row < layout.video, row - layout.video, layout.media - layout.video
+            source = jnp.where(behind < others, behind + layout.text, behind - others)
+            of_rows = jnp.pad(self._tiles.of_rows, (0, self._tokens.padded - self._tiles.rows))
+            firsts, most = self._tiles.list_windows(count, self._tokens.padded // count)
+            tile = jax.lax.dynamic_slice_in_dim(of_rows, start, count) - jnp.asarray(firsts)[start // count]
+            in_tile = jax.nn.one_hot(tile, most, dtype=dtype)
+        replicated = inputs.replicated[jnp.clip(source, 0, len(inputs.replicated) - 1)]
+        hidden_states = jnp.where(is_video[:, None], video.astype(dtype), replicated)
         modulations = self._modulate(inputs)
-        rotary_emb = _turn(self._config, inputs.positions)
+        rotary_emb = rotary_tables(self._config, inputs.positions)
 
         def layer(
             hidden_states: jax.Array, weights: Params, next_weights: Mapping[str, SplitWeight], index: jax.Array
         ) -> tuple[jax.Array, Params]:
             modulation = jax.lax.dynamic_index_in_dim(modulations, index, keepdims=False)
-            return self._block(hidden_states, weights, next_weights, modulation, rotary_emb, ends, inputs.words)
+            return self._block(
+                hidden_states, weights, next_weights, modulation, rotary_emb, ends, part_ends[-1], in_tile
+            )
 
         layers = {name: value for name, value in inputs.blocks.items() if not name.startswith(_MODULATION)}
         depth = len(modulations)
@@ -234,6 +293,7 @@ class _Step:
         rotary_emb: tuple[jax.Array, jax.Array],
         ends: jax.Array,
         count: jax.Array,
+        in_tile: jax.Array | None,
     ) -> tuple[jax.Array, Params]:
         """Run one layer, as in diffusers' MiniMaxH3TransformerBlock, and gather the next one's first weights.
 
@@ -244,7 +304,8 @@ class _Step:
             modulation: [M, 6, C].
             rotary_emb: Cosines and sines, [t, D] each.
             ends: int32 [M - 1], where each segment but the last one ends.
-            count: The number of real rows of the text.
+            count: The number of real rows of text, keyframes and voices.
+            in_tile: With video sparse attention, ones where a row is of a tile, [t, W], for the tiles of these rows.
         """
         ops, config = self._ops, self._config
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (modulation[:, i] for i in range(6))
@@ -272,8 +333,12 @@ class _Step:
                 projected, weight, None, rotary_emb, eps=config.qk_norm_eps, groups=self._groups, **options
             )
 
+        normed = normalise("norm1", shift, scale, "attn.to_q")
+        to_gather = [{}, *({name: weights[name]} for name in _GATHERED)] if next_weights else []
+        if to_gather and in_tile is not None:
+            to_gather[1] |= {f"{GATE}.weight": weights[f"{GATE}.weight"]}
         output = exchanged_attention(
-            normalise("norm1", shift, scale, "attn.to_q"),
+            normed,
             Projections(
                 query=lambda rows: rotate("to_q", "norm_q", rows, query_scale(self._width), parts=self._key_parts),
                 key=lambda rows: rotate("to_k", "norm_k", rows, 1, parts=self._gathered_parts),
@@ -281,19 +346,22 @@ class _Step:
                 last="query",
             ),
             heads=self._heads,
-            kv_len=self._layout.media + count,
+            kv_len=count + self._layout.sound + self._layout.video,
             token_axes=self._tokens.token_axes,
             head_axes=self._tokens.head_axes,
             platform=self._platform,
             sparse=self._sparse,
-            # The first round has keys to gather.
-            to_gather=[{}, *({name: weights[name]} for name in _GATHERED)] if next_weights else [],
+            qk=self._logits,
+            pv=self._values,
+            to_gather=to_gather,
         )
-        weights = weights | output.gathered
+        weights, attended = weights | output.gathered, output.tokens
+        if in_tile is not None:
+            attended = _add_tiles(attended, output.tiles, project(GATE, normed, groups=self._groups), in_tile)
         coming = [{name: next_weights[name]} if next_weights else {} for name in _PREFETCHED]
         hidden_states, query = gather_during(
             coming[0],
-            output.tokens,
+            attended,
             lambda attended: project("attn.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=ends),
         )
         inner, key = gather_during(
@@ -309,7 +377,30 @@ class _Step:
         return hidden_states, query | key | value
 
 
-def _turn(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _add_tiles(
+    attended: tuple[jax.Array, ...], tiles: tuple[jax.Array, ...], gate: jax.Array, in_tile: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Add to each row of attention's results that of its tile, times the row's gate.
+
+    Args:
+        attended: [G, t, columns] for each round, without G if there is one group.
+        tiles: [G, W, columns] for each round.
+        gate: [G, t, all rounds' columns].
+        in_tile: Ones where a row is of a tile, [t, W]: a product, because a TPU gathers rows one by one.
+    """
+    sums, start = [], 0
+    precision = "highest" if in_tile.dtype == jnp.float32 else None
+    for rows, coarse in zip(attended, tiles, strict=True):
+        part = gate[..., start : start + rows.shape[-1]].astype(jnp.float32)
+        of_rows = jnp.einsum(
+            "tn,...nc->...tc", in_tile, coarse, precision=precision, preferred_element_type=jnp.float32
+        )
+        sums.append((rows.astype(jnp.float32) + of_rows * part).astype(rows.dtype))
+        start += rows.shape[-1]
+    return tuple(sums)
+
+
+def rotary_tables(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return cosines and sines of every row's angles, [t, D] each, for pairs (i, i + D/2); the last ones stay."""
     # The host computes them: positions in the thousands enlarge the few roundings by which a TPU's powers are off.
     exponents = np.arange(0, 2 * config.rope_freq_dim, 2, dtype=np.float32) / np.float32(2 * config.rope_freq_dim)

@@ -7,9 +7,10 @@ tiles, and the tiles of some clips (`clips.chunk_lengths`) are divided among the
 Shapes: N tiles, T frames, H W height and width, C channels.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.minimax_h3 import encoder
-from wan_tpu.families.minimax_h3.clips import CLIP_LATENTS, DECODED_LATENTS
+from wan_tpu.families.minimax_h3 import clip_encoder, encoder
+from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, DECODED_LATENTS
 from wan_tpu.families.minimax_h3.components import pair_channels
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.minimax_h3.tiling import Tiling, lay_line
@@ -47,6 +48,7 @@ TILES = 8  # The most tiles that a device decodes at once.
 SEED = 42  # Of the noise that a keyframe's latents are drawn with, whatever the request's seed.
 
 _DROPPED = 3  # Frames that a group of five latent frames begins with and that are no part of the video.
+_DECODER = ("decoder", "post_quant_conv")
 _GROUP = 20  # Frames that five latent frames become.
 # The only values of these keys that are supported: those of the published model.
 _FIXED: dict[str, Any] = {
@@ -69,9 +71,17 @@ def vae_half(config: MiniMaxH3Config, dropped: str) -> Component:
     """
     _check(config.vae)
     # The decoder's table of frequencies isn't used: `vit` makes its own angles.
-    unused = {"encoder": ("encoder", "quant_conv", "decoder.rope"), "decoder": ("decoder", "post_quant_conv")}[dropped]
-    changes = encoder.CHANGES if dropped == "decoder" else _decoder_changes(config.vae)
+    unused = {"encoder": ("encoder", "quant_conv", "decoder.rope"), "decoder": _DECODER}[dropped]
+    return _half(config, unused, encoder.CHANGES if dropped == "decoder" else _decoder_changes(config.vae))
 
+
+def clip_half(config: MiniMaxH3Config) -> Component:
+    """Return the VAE's encoder with the weights for all frames, which `vae_half` leaves out."""
+    _check(config.vae)
+    return dataclasses.replace(_half(config, _DECODER, ()), converted="clip.")
+
+
+def _half(config: MiniMaxH3Config, unused: Sequence[str], changes: Changes) -> Component:
     def adapt(module: torch.nn.Module, mesh: Mesh) -> None:
         for part in unused:
             parent, _, name = part.rpartition(".")
@@ -82,7 +92,7 @@ def vae_half(config: MiniMaxH3Config, dropped: str) -> Component:
         "vae",
         functools.partial(_build, config),
         adapt,
-        scanned=() if dropped == "decoder" else ("decoder.transformer_blocks",),
+        scanned=() if unused == _DECODER else ("decoder.transformer_blocks",),
         rules=(Rule(r".*", ()),),
         float32=tuple(AutoencoderKLMiniMaxH3._keep_in_fp32_modules),
         changes=changes,
@@ -241,18 +251,29 @@ class KeyframeEncoder(TiledClips):
 
     def run_first(self, params: Params, x: jax.Array) -> tuple[jax.Array, Cache]:
         """Encode a keyframe."""
-        pixels = (x[0].astype(jnp.float32) / 255 - _column(PIXEL_MEAN)) / _column(PIXEL_DEVIATION)
-        tiling = self.lay_tiles(*(size // STRIDE for size in pixels.shape[2:]))
 
-        def run(params: Params, tiles: jax.Array) -> jax.Array:
-            return encoder.encode_tile(self.module, params, self.mesh, tiles[0])[None]
+        def encode(params: Params, tile: jax.Array) -> jax.Array:
+            return encoder.encode_tile(self.module, params, self.mesh, tile)
 
-        moments = self.map_tiles(run, params, tiling.enlarge(STRIDE).cut(pixels), most=1)
-        return tiling.join(moments)[None], ()
+        return self._encode(params, x, encode), ()
 
     def run_next(self, params: Params, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Encode another keyframe, independently of the first one."""
         return self.run_first(params, x)
+
+    def encode_clip(self, params: Params, x: jax.Array) -> jax.Array:
+        """Encode a clip of frames, [1, 3, T, H, W], with the weights of `clip_half`; float32 [1, 2C, T, H, W]."""
+        return self._encode(params, x, functools.partial(clip_encoder.encode_tile, self.module))
+
+    def _encode(self, params: Params, x: jax.Array, encode: Callable[[Params, jax.Array], jax.Array]) -> jax.Array:
+        """Return the moments of pixels, tile by tile."""
+        pixels = (x[0].astype(jnp.float32) / 255 - _column(PIXEL_MEAN)) / _column(PIXEL_DEVIATION)
+        tiling = self.lay_tiles(*(size // STRIDE for size in pixels.shape[2:]))
+
+        def run(params: Params, tiles: jax.Array) -> jax.Array:
+            return encode(params, tiles[0])[None]
+
+        return tiling.join(self.map_tiles(run, params, tiling.enlarge(STRIDE).cut(pixels), most=1))[None]
 
 
 def _to_unit_range(pixels: jax.Array) -> jax.Array:
@@ -275,13 +296,17 @@ def image_latents(config: MiniMaxH3Config, moments: np.ndarray) -> np.ndarray:
     Each keyframe's noise comes from its own generator with the same seed. As in diffusers, the latents are rounded to
     float16 before they are normalised.
     """
+    return np.concatenate(
+        [draw_latents(config, frame) for frame in np.split(moments, moments.shape[2], axis=2)], axis=2
+    )
+
+
+def draw_latents(config: MiniMaxH3Config, moments: np.ndarray) -> np.ndarray:
+    """Draw the same of an image, or of a whole video."""
     mean, deviation = _statistics(config)
-    samples = []
-    for frame in np.split(moments.astype(np.float32), moments.shape[2], axis=2):
-        latents = DiagonalGaussianDistribution(torch.from_numpy(frame)).sample(torch.Generator().manual_seed(SEED))
-        rounded = latents.numpy().astype(np.float16).astype(np.float32)
-        samples.append((rounded - mean) / deviation)
-    return np.concatenate(samples, axis=2)
+    distribution = DiagonalGaussianDistribution(torch.from_numpy(moments.astype(np.float32)))
+    latents = distribution.sample(torch.Generator().manual_seed(SEED))
+    return (latents.numpy().astype(np.float16).astype(np.float32) - mean) / deviation
 
 
 def denormalise(config: MiniMaxH3Config, latents: np.ndarray) -> np.ndarray:
@@ -321,3 +346,10 @@ def count_encoding(config: MiniMaxH3Config, height: int, width: int) -> int:
         module.encode(pixels)
 
     return count(functools.partial(_build, config), run) * tiling.count
+
+
+def count_clip(config: MiniMaxH3Config, height: int, width: int) -> int:
+    """Count the operations of encoding a clip of frames of a size."""
+    tiling = Tiling(*(lay_line(length // STRIDE, TILE, OVERLAP) for length in (height, width))).enlarge(STRIDE)
+    pixels = torch.empty(1, 3, CLIP_FRAMES, tiling.rows.size, tiling.columns.size, device="meta")
+    return count(functools.partial(_build, config), lambda module: module.encode(pixels)) * tiling.count

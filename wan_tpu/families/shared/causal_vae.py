@@ -113,14 +113,23 @@ class Chunks(abc.ABC):
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.cache_format), shapes)
 
     @property
-    @abc.abstractmethod
     def out_format(self) -> Format:
-        """The output's layout, replicated on every device."""
+        """The output's layout: column by column, as in the strips; it is transposed on its way to the host."""
+        return Format(Layout((0, 1, 2, 4, 3)), replicated_sharding(self.mesh))
 
     @property
-    @abc.abstractmethod
     def cache_format(self) -> Format:
-        """The layout of each entry of the cache."""
+        """The layout of each entry of the cache, as the kernels read it; XLA would swap dimensions to save padding."""
+        return Format(Layout((0, 1, 2, 3)), NamedSharding(self.mesh, strip_spec(self.mesh)))
+
+
+def gather_planes(cut: HaloCut, planes: jax.Array) -> jax.Array:
+    """Return whole planes [C, T, W, H] from those of the strips [C, T, X, Y].
+
+    Channels come first before the gathering: three of them in a TPU's 128 lanes would be 42 times the bytes.
+    """
+    whole = cut.gather(planes.reshape(-1, *planes.shape[2:]))
+    return whole.reshape(*planes.shape[:2], *whole.shape[1:])
 
 
 Run = Callable[[Any, HaloCut, jax.Array, Any], jax.Array]
@@ -131,8 +140,6 @@ class CausalChunks(Chunks):
     """One half (encoder or decoder) of a causal VAE.
 
     Attributes:
-        module: The half.
-        mesh: The devices.
         run: run(module, cut, x, history) applies the half to one chunk [T, X, Y, C].
         before, after: Applied to the whole input and output, [1, C, T, H, W].
         scale: Pixels of the input (after `before`) per pixel of the latents, in height and width.
@@ -179,16 +186,6 @@ class CausalChunks(Chunks):
         """Run any later chunk, x [1, C, T, H, W], from the cache of the one before."""
         return self._on_strips(self._apply, params, x, cache)
 
-    @property
-    def out_format(self) -> Format:
-        """The output's layout: column by column, as in the strips; it is transposed on its way to the host."""
-        return Format(Layout((0, 1, 2, 4, 3)), replicated_sharding(self.mesh))
-
-    @property
-    def cache_format(self) -> Format:
-        """The layout of each entry of the cache, as the kernels read it; XLA would swap dimensions to save padding."""
-        return Format(Layout((0, 1, 2, 3)), NamedSharding(self.mesh, strip_spec(self.mesh)))
-
     def _cut(self, x: Any) -> HaloCut:
         height, width = jax.eval_shape(self.before, x).shape[3:]
         return cut_picture(self.mesh, height // self.scale, width // self.scale)
@@ -199,10 +196,7 @@ class CausalChunks(Chunks):
 
         def device(params: Params, strip: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
             out, entries = local(cut, params, strip, cache)
-            # Channels come first before the gathering: three of them in a TPU's 128 lanes would be 42 times the bytes.
-            planes = self.planes(out)
-            whole = cut.gather(planes.reshape(-1, *planes.shape[2:]))
-            return whole.reshape(*planes.shape[:2], *whole.shape[1:]), entries
+            return gather_planes(cut, self.planes(out)), entries
 
         spec = strip_spec(self.mesh)
         run = jax.shard_map(device, mesh=self.mesh, in_specs=(P(), spec, spec), out_specs=(P(), spec), check_vma=False)

@@ -97,12 +97,10 @@ class FamilySpec(ModelSpec):
 
     @property
     def heads(self) -> int:  # type: ignore[override]
-        """Attention heads of a transformer."""
         return int(self.config.transformer["num_attention_heads"])
 
     @property
     def latent_channels(self) -> int:
-        """C of the video's latents."""
         return int(self.config.vae["latent_channels"])
 
     def latent_shape(self, request: ResolvedRequest) -> tuple[int, int, int, int, int]:

@@ -35,3 +35,13 @@ def count(build: Callable[[], torch.nn.Module], run: Callable[[Any], object]) ->
         with FlopCounterMode(display=False) as counter:
             run(module)
     return counter.get_total_flops()
+
+
+def count_t5(build: Callable[[], torch.nn.Module], tokens: int) -> int:
+    """Count T5's encoding of one text of so many tokens."""
+    return count(build, lambda module: module.encoder(inputs_embeds=module.shared(make_ids(tokens))))
+
+
+def make_ids(tokens: int) -> torch.Tensor:
+    """Return ids [1, tokens] on the meta device."""
+    return torch.ones(1, tokens, dtype=torch.int32, device="meta")

@@ -16,13 +16,7 @@ class ImageProcessor:
     """An image encoder's processor of transformers, which is read on first use and kept."""
 
     def __init__(self, kind: type[Any], folder: Path, shape: tuple[int, ...]) -> None:
-        """Remember where the processor is.
-
-        Args:
-            kind: Its class.
-            folder: The folder of its configuration.
-            shape: (3, height, width) of an image as the encoder takes it.
-        """
+        """Remember where the processor is; `shape` is (3, height, width) of an image as the encoder takes it."""
         self._kind, self._folder, self._shape = kind, folder, shape
         self._processor: Any = None
 

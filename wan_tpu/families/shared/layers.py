@@ -30,18 +30,13 @@ class StackedWeight:
 
     It has no pytree leaves, so that barriers, loops and conditionals that pass on a layer's weights leave the array
     alone.
-
-    Attributes:
-        stack: [depth, O, I].
-        layer: int32 [].
     """
 
-    stack: jax.Array
-    layer: jax.Array
+    stack: jax.Array  # [depth, O, I].
+    layer: jax.Array  # Int32 [].
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the matrix."""
         return self.stack.dtype
 
 
@@ -60,11 +55,9 @@ def scan_layers(
 
     Args:
         layer: Takes (hidden_states, weights of the layer, its index) and returns hidden_states.
-        hidden_states: The input of the first layer.
         stacked: This device's part of the weights, [depth, ...].
         specs: How the weights are split, by name. Those with `SPLIT` are gathered, and used only by `linear`: if
             nothing has to be gathered, the layer gets them as `StackedWeight`.
-        depth: Number of layers.
         prefetched: Names of weights that are gathered a layer early, because they are used before or right after the
             part that takes longest.
         platform: "tpu", "gpu" or "cpu".
@@ -154,7 +147,6 @@ def project_in_all_layers(stacked: Params, specs: Mapping[str, P], name: str, te
 
     Args:
         stacked, specs: As for `scan_layers`.
-        name: The linear layer's.
         temb: [I].
     """
     weight, bias = stacked[f"{name}.weight"], stacked[f"{name}.bias"]
@@ -168,9 +160,6 @@ def linear(ops: Ops, weights: Params, name: str, rows: Any, **options: Any) -> j
     """Apply the linear layer of a name to rows, which are rounded first if its weight is in 8 bits.
 
     Args:
-        ops: The platform's operations.
-        weights: The weights of a transformer's layer.
-        name: The linear layer's.
         rows: As for `wan_tpu_kernels.linear.linear`, already rounded or not.
         **options: As for `wan_tpu_kernels.linear.linear`.
     """

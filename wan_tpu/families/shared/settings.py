@@ -3,7 +3,7 @@
 Published files have only the keys that their class had when they were written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from wan_tpu.checkpoint import Checkpoint
@@ -69,6 +69,20 @@ def complete_config(checkpoint: Checkpoint, component: str, defaults: Mapping[st
     return {**defaults, **config}
 
 
+def check_components(checkpoint: Checkpoint, needed: Iterable[str], classes: Mapping[str, str]) -> None:
+    """Check that a checkpoint has all components that it needs, and some of a certain class.
+
+    Raises:
+        CheckpointError: A component is missing, or is of another class.
+    """
+    for component in (*needed, *classes):
+        if not checkpoint.has(component):
+            raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete checkpoint")
+    for component, expected in classes.items():
+        if (name := checkpoint.class_name(component)) != expected:
+            raise CheckpointError(f"{checkpoint.source} has {component} {name}; supported: {expected}")
+
+
 def check_supported(
     checkpoint: Checkpoint,
     component: str,
@@ -79,9 +93,6 @@ def check_supported(
     """Check that every setting, or its default, is one that this project runs.
 
     Args:
-        checkpoint: The checkpoint.
-        component: The component's name.
-        config: Its configuration.
         defaults: Settings that matter, and their defaults.
         supported: Settings that must have another value than their default, with that value; all others must equal
             their default.

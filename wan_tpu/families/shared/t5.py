@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -47,10 +48,15 @@ def text_encoder(kind: str, config: dict[str, Any]) -> Component:
     )
 
 
-def from_transformers(kind: Any, config: dict[str, Any]) -> torch.nn.Module:
+def from_transformers(kind: Any, config: Mapping[str, Any]) -> torch.nn.Module:
     """Build a module of transformers from its configuration."""
+    return kind._from_config(complete_config(kind, config), attn_implementation="eager")
+
+
+def complete_config(kind: Any, config: Mapping[str, Any]) -> Any:
+    """Return the configuration of a class of transformers with all its defaults."""
     settings = {key: value for key, value in config.items() if not re.match(r"_|architectures|(torch_)?dtype", key)}
-    return kind._from_config(kind.config_class(**settings), attn_implementation="eager")
+    return kind.config_class(**settings)
 
 
 def _adapt(module: torch.nn.Module, mesh: Mesh) -> None:

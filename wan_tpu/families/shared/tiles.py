@@ -70,15 +70,10 @@ class Tile(HaloCut):
 
 @dataclass(frozen=True, kw_only=True)
 class TiledChunks(CausalChunks):
-    """One half of a VAE on tiles.
+    """One half of a VAE on tiles."""
 
-    Attributes:
-        tile: The side of a tile, in pixels of the latents.
-        overlap: How much of that it shares with its neighbour.
-    """
-
-    tile: int
-    overlap: int
+    tile: int  # The side of a tile, in pixels of the latents.
+    overlap: int  # How much of that it shares with its neighbour.
 
     @property
     def cache_format(self) -> Format:

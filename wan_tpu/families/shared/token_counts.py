@@ -14,19 +14,12 @@ _EXCERPT = 8  # Tokens before the cut that a warning repeats.
 
 
 class Cut(NamedTuple):
-    """A text that is longer than the model reads.
-
-    Attributes:
-        tokens: How many tokens it has.
-        read: How many the model reads.
-        end: The last words that are read.
-        part: What of the field the text is, such as "quoted text"; empty if it is all of it.
-    """
+    """A text that is longer than the model reads."""
 
     tokens: int
-    read: int
-    end: str
-    part: str = ""
+    read: int  # How many the model reads.
+    end: str  # The last words that are read.
+    part: str = ""  # What of the field the text is, such as "quoted text"; empty if it is all of it.
 
     def describe(self, field: str) -> str:
         """Return the warning that a field was cut."""
@@ -45,15 +38,10 @@ class Cut(NamedTuple):
 
 
 class TokenCount(NamedTuple):
-    """The length of a text.
-
-    Attributes:
-        tokens: How many tokens it has.
-        cut: What is cut of it, if it has more than there is room for.
-    """
+    """The length of a text."""
 
     tokens: int
-    cut: Cut | None
+    cut: Cut | None  # What is cut of it, if it has more than there is room for.
 
 
 @functools.lru_cache(_MOST_TEXTS)
@@ -61,8 +49,6 @@ def count_tokens(folder: str | None, text: str, room: int) -> TokenCount | None:
     """Count a text's tokens, without special ones around it.
 
     Args:
-        folder: The tokenizer's folder.
-        text: The text.
         room: How many tokens the model reads.
 
     Returns:

@@ -19,12 +19,7 @@ class Tokenizer:
     """A text encoder's tokenizer, which is read on first use, taking up to a second, and kept."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """Remember where the tokenizer is.
-
-        Args:
-            folder: The tokenizer's folder.
-            vocabulary: Number of tokens that the text encoder knows.
-        """
+        """Remember where the tokenizer is; `vocabulary` is the number of tokens that the text encoder knows."""
         self._folder, self._vocabulary = folder, vocabulary
         self._tokenizer: Any = None
         self._lock = threading.Lock()  # A call's padding and length stay settings of the tokenizer until the next call.
@@ -46,8 +41,8 @@ class Tokenizer:
             raise
         except Exception as error:
             # The tokenizers package raises bare Exception, for damaged files as well as for a failing disk.
-            unread = self._tokenizer is None
-            raise explain_unusable(error, self._folder, "tokenizer", read_again=unread) from error
+            failed_to_load = self._tokenizer is None
+            raise explain_unusable(error, self._folder, "tokenizer", read_again=failed_to_load) from error
 
     def to_arrays(self, tokens: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and mask of tokens, both int32 [1, L].
@@ -74,7 +69,6 @@ def tokenize(shared: Tokenizer, prompt: str, length: int, part: str = "") -> tup
     """Return token ids and mask, both int32 [1, length], and the cut if the text is too long.
 
     Args:
-        shared: The tokenizer.
         prompt: The text.
         length: Number of tokens, padding included.
         part: What of the prompt the text is, if it isn't all of it.

@@ -4,10 +4,13 @@ Shapes: T H W latent frames, height, width, L tokens, D head width, C channels.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Rows = TypeVar("Rows", jax.Array, np.ndarray)
 
 
 def patchify(latents: jax.Array, patch: Sequence[int]) -> jax.Array:
@@ -18,7 +21,7 @@ def patchify(latents: jax.Array, patch: Sequence[int]) -> jax.Array:
     return array.transpose(0, 2, 4, 6, 1, 3, 5, 7).reshape(frames * height * width, -1)
 
 
-def unpatchify(tokens: jax.Array, latent_shape: tuple[int, ...], patch: Sequence[int]) -> jax.Array:
+def unpatchify(tokens: Rows, latent_shape: tuple[int, ...], patch: Sequence[int]) -> Rows:
     """Join tokens [L, values of a patch], in the order of `patchify`, to latents [1, C, T, H, W]."""
     grid = [n // p for n, p in zip(latent_shape[2:], patch, strict=True)]
     array = tokens.reshape(1, *grid, latent_shape[1], *patch)

@@ -27,12 +27,7 @@ def set_own_values(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def leave_out_later_keys(file: Path, later: Mapping[str, Any]) -> None:
-    """Remove keys that a class got later from a configuration if they have their defaults, as in published files.
-
-    Args:
-        file: The configuration.
-        later: Those keys, and their defaults.
-    """
+    """Remove `later` keys, which a class got later, if they have their defaults, as published files do."""
     config = json.loads(file.read_text())
     remaining = {key: value for key, value in config.items() if key not in later or value != later[key]}
     file.write_text(json.dumps(remaining, indent=2) + "\n")

@@ -6,7 +6,14 @@ from typing import Any
 
 from wan_tpu.checkpoint import SETTINGS, Checkpoint
 from wan_tpu.errors import CheckpointError
-from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC, check_supported, complete_config
+from wan_tpu.families.shared.settings import (
+    ENCODERS,
+    FLOW_MATCH_EULER,
+    UNIPC,
+    check_components,
+    check_supported,
+    complete_config,
+)
 from wan_tpu.families.wan.published import PUBLISHED, TRANSFORMER_14B, VAE_21, WanConfig
 
 # Settings of published VAEs that diffusers' class never had, and warns about.
@@ -21,9 +28,7 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
         CheckpointError: Wan pipelines, or this project, don't support the configuration.
     """
     index = checkpoint.index
-    for component in ("tokenizer", "text_encoder", "transformer", "vae", "scheduler"):
-        if not checkpoint.has(component):
-            raise CheckpointError(f"{checkpoint.source} has no {component}; give a complete Wan checkpoint")
+    check_components(checkpoint, ("tokenizer", "text_encoder", "transformer", "scheduler"), {"vae": "AutoencoderKLWan"})
     two_experts = checkpoint.has("transformer_2")
     if two_experts and index.get("boundary_ratio") is None:
         raise CheckpointError(f"{checkpoint.source} has two experts but no boundary_ratio in model_index.json")
@@ -38,10 +43,6 @@ def read_config(checkpoint: Checkpoint) -> WanConfig:
     if not isinstance(expand_timesteps, bool):
         raise CheckpointError(
             f"{checkpoint.source} has expand_timesteps {expand_timesteps!r}; it must be true or false"
-        )
-    if checkpoint.class_name("vae") != "AutoencoderKLWan":
-        raise CheckpointError(
-            f"{checkpoint.source} has VAE {checkpoint.class_name('vae')}; supported: AutoencoderKLWan"
         )
     vae = complete_config(checkpoint, "vae", VAE_21)
     solver, shift = _read_scheduler(checkpoint)

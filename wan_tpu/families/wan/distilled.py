@@ -60,7 +60,6 @@ class WithExperts(Checkpoint):
         self.source = f"{self.source} with {files}"
 
     def config(self, component: str, file: str = "config.json") -> dict[str, Any]:
-        """Return a component's configuration."""
         return super().config(component, file) | self._changes.get(component, {})
 
     def read_settings(self, *keys: str) -> dict[str, Any]:
@@ -68,7 +67,6 @@ class WithExperts(Checkpoint):
         return {} if any(self._changes.values()) else super().read_settings(*keys)
 
     def weights(self, component: str, names: Sequence[str] = ("*.safetensors",)) -> dict[str, WeightFile]:
-        """Return a component's files by name."""
         if component not in self._experts:
             return super().weights(component, names)
         file = self._experts[component]

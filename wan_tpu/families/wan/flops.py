@@ -6,24 +6,21 @@ from collections.abc import Callable
 import torch
 from diffusers import AutoencoderKLWan
 
-from wan_tpu.families.shared.flop_count import count
+from wan_tpu.families.shared.flop_count import Flops, count, count_t5
 from wan_tpu.families.shared.t5 import text_encoder
 from wan_tpu.families.wan import components
 from wan_tpu.families.wan.published import TEXT_TOKENS, WanConfig
 from wan_tpu.request import ResolvedRequest
 
 
-class WanFlops:
-    """Floating-point operations (a multiply-add is two) of each stage of one model."""
-
+class WanFlops(Flops):
     def __init__(self, config: WanConfig) -> None:
         self._config = config
 
     def encoder(self, request: ResolvedRequest, *, prompts: int) -> int:
         """Count the encoding of prompts and the image; CLIP, at most 0.1 % of this, is left out."""
-        ids = torch.ones(1, TEXT_TOKENS, dtype=torch.int32, device="meta")
         build = text_encoder(self._config.text_encoder_class, self._config.text_encoder).build
-        total = prompts * count(build, lambda module: module.encoder(inputs_embeds=module.shared(ids)))
+        total = prompts * count_t5(build, TEXT_TOKENS)
         if request.image is None:
             return total
 
@@ -35,7 +32,6 @@ class WanFlops:
         return total + _extrapolate(encode, frames, self._config.vae["scale_factor_temporal"])
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
-        """Count a denoising step over latents [1, C, T, H, W], with `branches` guidance branches."""
         config = self._config.transformer
         latents = torch.empty(1, config["in_channels"], *latent_shape[2:], device="meta")
         text = torch.empty(1, TEXT_TOKENS, config["text_dim"], device="meta")
@@ -56,7 +52,6 @@ class WanFlops:
         return branches * operations
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        """Count the decoding of latents [1, C, T, H, W]."""
 
         def decode(frames: int) -> int:
             latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")

@@ -42,8 +42,6 @@ from wan_tpu.runtime.components import Component, Loaded
 
 
 class WanModel(Model):
-    """One Wan model."""
-
     spec: WanSpec
     config: WanConfig
 
@@ -51,7 +49,6 @@ class WanModel(Model):
 
     @functools.cached_property
     def components(self) -> dict[str, Component]:
-        """Every component, by the name of its role; the checkpoint's "vae" serves two."""
         config = self.config
         parts = {
             "text_encoder": text_encoder(config.text_encoder_class, config.text_encoder),
@@ -68,7 +65,6 @@ class WanModel(Model):
 
     @property
     def text_shape(self) -> tuple[int, int]:
-        """(L, C) of a prompt's embeddings."""
         return TEXT_TOKENS, self.config.transformer["text_dim"]
 
     @property
@@ -131,7 +127,6 @@ class WanModel(Model):
 
     @functools.cached_property
     def image_processor(self) -> ImageProcessor | None:
-        """CLIP's image processor."""
         if self.config.image_encoder is None:
             return None
         assert self.checkpoint is not None
@@ -218,16 +213,12 @@ class WanModel(Model):
         """Return the cross-attention keys and values of every layer, once per request and expert, not in every step.
 
         Args:
-            module: The expert.
-            params: Its weights.
-            mesh: The devices.
             text: "text" [B, L, C]: embeddings of the prompt only, or of the prompt and the negative prompt.
             image: [1 or 2, L, C], CLIP features.
         """
         return text_keys(module, params, mesh, text["text"], image)
 
     def key_shapes(self, mesh: Mesh, keys: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and shardings of the arrays of `text_keys`, to compile a step without them."""
         branches = keys["key"].shape[1]
         return {
             name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=key_sharding(mesh, name, branches))
@@ -305,7 +296,6 @@ class WanModel(Model):
 
     @functools.cached_property
     def flops(self) -> WanFlops:
-        """The floating-point operations of each stage."""
         return WanFlops(self.config)
 
     def _latent_statistics(self) -> tuple[np.ndarray, np.ndarray]:

@@ -157,7 +157,8 @@ SAMPLING: dict[str, tuple[int, int, int, int, int, float, float, float]] = {
     "wan2.2-t2v-a14b": (720, 1280, 81, 16, 40, 4.0, 3.0, 12.0),
     "wan2.2-i2v-a14b": (720, 1280, 81, 16, 40, 3.5, 3.5, 5.0),
     "wan2.2-ti2v-5b": (704, 1280, 121, 24, 50, 5.0, 5.0, 5.0),
-    # inference/wan2.2_i2v_infer.py of github.com/thu-ml/TurboDiffusion.
+    # turbodiffusion/inference/wan2.2_i2v_infer.py of github.com/thu-ml/TurboDiffusion (35074d4b). There an image is
+    # stretched to this size unless --adaptive_resolution is given; here the size always follows the image's shape.
     "turbowan2.2-i2v-a14b": (720, 1280, 81, 16, 4, 1.0, 1.0, 3.0),  # Its solver has no shift.
 }
 AREA_480P, SHIFT_480P, SHIFT_720P = 480 * 832, 3.0, 5.0  # Of Wan 2.1 I2V.
@@ -231,10 +232,9 @@ def has_published_shift(config: WanConfig) -> bool:
 
 
 def source(config: WanConfig) -> str:
-    """Return the address of the authors' program."""
     relative = _relative(config)
     if relative.startswith("turbo"):
-        return "https://github.com/thu-ml/TurboDiffusion/blob/main/inference/wan2.2_i2v_infer.py"
+        return "https://github.com/thu-ml/TurboDiffusion/blob/35074d4b/turbodiffusion/inference/wan2.2_i2v_infer.py"
     repository, commit = ("Wan2.1", "9737cba9") if relative.startswith("wan2.1") else ("Wan2.2", "42bf4cfa")
     return f"https://github.com/Wan-Video/{repository}/tree/{commit}/wan/configs"
 

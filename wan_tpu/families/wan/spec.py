@@ -29,8 +29,6 @@ _LONGEST = 4  # The longest shape that a video takes from an image.
 
 
 class WanSpec(FamilySpec):
-    """One Wan model."""
-
     config: WanConfig
     published: ClassVar = published
     read_config: ClassVar = staticmethod(read_config)
@@ -49,7 +47,6 @@ class WanSpec(FamilySpec):
 
     @classmethod
     def open(cls, checkpoint: Checkpoint) -> Self:
-        """Read a checkpoint's configuration; raises `CheckpointError`."""
         spec, model = super().open(checkpoint), read_model_name(checkpoint)
         if model not in (None, spec.name):
             raise CheckpointError(
@@ -60,16 +57,15 @@ class WanSpec(FamilySpec):
 
     @property
     def tasks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The tasks of this model, of "t2v" and "i2v"."""
         if self.config.transformer["in_channels"] > self.latent_channels:
             return ("i2v",)
         return ("t2v", "i2v") if self.config.expand_timesteps else ("t2v",)
 
     @property
     def solvers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """UniPC and Euler, the checkpoint's own scheduler first; rCM before them with sparse-linear attention."""
-        flow_solvers = sorted(("unipc", "euler"), key=lambda name: name != self.config.solver)
-        return (*(() if self.config.attention_density is None else ("rcm",)), *flow_solvers)
+        """The checkpoint's own scheduler first; rCM before it with sparse-linear attention, and only there."""
+        others = sorted((name for name in SOLVERS if name != "rcm"), key=lambda name: name != self.config.solver)
+        return (*(() if self.config.attention_density is None else ("rcm",)), *others)
 
     @property
     def components(self) -> dict[str, tuple[str, ...]]:  # type: ignore[override]
@@ -99,17 +95,14 @@ class WanSpec(FamilySpec):
 
     @property
     def latent_channels(self) -> int:
-        """C of the latents."""
         return int(self.config.vae["z_dim"])
 
     @property
     def spatial_stride(self) -> int:  # type: ignore[override]
-        """Pixels per pixel of the latents, in height and width."""
         return int(self.config.vae["scale_factor_spatial"])
 
     @property
     def patch(self) -> list[int]:
-        """Latent frames, rows and columns of a token."""
         patch: list[Any] = self.config.transformer["patch_size"]
         return patch
 
@@ -120,7 +113,6 @@ class WanSpec(FamilySpec):
 
     @property
     def size_multiple(self) -> int:
-        """The number of pixels that heights and widths must be multiples of."""
         return self.spatial_stride * self.patch[1]
 
     def size_like(self, picture: tuple[int, int], preset: str | None = None) -> tuple[int, int]:

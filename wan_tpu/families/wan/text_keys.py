@@ -29,9 +29,6 @@ def text_keys(
     """Return every layer's cross-attention keys and values.
 
     Args:
-        module: The expert.
-        params: Its weights.
-        mesh: The devices.
         encoder_hidden_states: [B, 512, I], embeddings of the prompts.
         encoder_hidden_states_image: [1, 257, I], CLIP features, the same for every branch.
     """

@@ -40,15 +40,10 @@ LINEAR = "attn1.proj_l"  # A block's trained matrix for sparse-linear attention,
 
 
 class Reuse(NamedTuple):
-    """The residual of an earlier step, and the branches that reuse it.
+    """The residual of an earlier step, and the branches that reuse it."""
 
-    Attributes:
-        residual: [B, L, C], L padded, what the blocks added in that step; see `residual_shape`.
-        skipped: Which branches reuse it, bool [B]; None if all do, and no block is computed.
-    """
-
-    residual: jax.Array
-    skipped: jax.Array | None
+    residual: jax.Array  # [B, L, C], L padded, what the blocks added in that step; see `residual_shape`.
+    skipped: jax.Array | None  # Which branches reuse it, bool [B]; None if all do, and no block is computed.
 
 
 def residual_shape(mesh: Mesh, config: Any, branches: int, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -74,9 +69,6 @@ def velocity(
     """Return each branch's velocity as tokens, float32 [B, L, patch values], and with `reuse` the residual to keep.
 
     Args:
-        module: The expert.
-        params: Its weights.
-        mesh: The devices.
         latents: [1, C, T, H, W], in the dtype to compute in, the same for every branch.
         timestep: [M] timesteps; if there are two, the first one is for the first `first_tokens` tokens.
         first_tokens: Number of tokens with the first of two timesteps.
@@ -112,27 +104,16 @@ def velocity(
 
 
 class WanInputs(NamedTuple):
-    """The inputs of one step's blocks; `WanStep._specs` has their shardings.
+    """The inputs of one step's blocks; `WanStep._specs` has their shardings."""
 
-    Attributes:
-        tokens: [L, patch values].
-        rotary_emb: Cosines and sines, two arrays [L, D].
-        timestep_proj: [M, 6, C], for every layer.
-        head: Shift and scale before the output, [2, M, C].
-        text_keys: From `text_keys.text_keys`.
-        blocks: The stacked weights of the layers.
-        other_weights: The weights outside the layers.
-        reuse: The residual that may be reused.
-    """
-
-    tokens: jax.Array
-    rotary_emb: tuple[jax.Array, ...]
-    timestep_proj: jax.Array
-    head: jax.Array
-    text_keys: TextKeys
+    tokens: jax.Array  # [L, patch values].
+    rotary_emb: tuple[jax.Array, ...]  # Cosines and sines, two arrays [L, D].
+    timestep_proj: jax.Array  # [M, 6, C], for every layer.
+    head: jax.Array  # Shift and scale before the output, [2, M, C].
+    text_keys: TextKeys  # From `text_keys.text_keys`.
     blocks: Params
     other_weights: Params
-    reuse: Reuse | None = None
+    reuse: Reuse | None = None  # The residual that may be reused.
 
 
 class WanStep:
@@ -143,7 +124,7 @@ class WanStep:
     ) -> None:
         """Prepare a step over `tokens` tokens; `density` is the attention density, None for attention to all keys."""
         platform, config = mesh.devices.flat[0].platform, module.config
-        self._logits = module.logits_dtype
+        self._logits, self._values = module.logits_dtype, module.values_dtype
         self._mesh, self._layout, self._tokens, self._first = mesh, layout, tokens, first_tokens
         self._heads, self._eps, self._platform = config.num_attention_heads, config.eps, platform
         self._groups = head_groups(mesh, self._heads, layout.head_axes)
@@ -246,7 +227,6 @@ class WanStep:
         Args:
             hidden_states: [t, C].
             text_keys: The layer's keys and values of text and image.
-            weights: The layer's weights.
             modulation: [M, 6, C], the layer's modulation.
             rotary_emb: As in `WanInputs`.
             first_rows: Number of rows with the first of two modulations.
@@ -266,7 +246,7 @@ class WanStep:
             options = {"eps": eps, "groups": self._groups} | options
             return ops.rms_norm_rope(project(f"attn1.to_{name}", rows), weight, rotary_emb, **options)
 
-        attended, _, gathered = exchanged_attention(
+        attended, _, gathered, _ = exchanged_attention(
             normalise(hidden_states, 1 + scale, shift, "attn1.to_q", first_rows=first_rows),
             Projections(
                 query=lambda rows: rotate("q", rows, self._query_scale),
@@ -280,6 +260,7 @@ class WanStep:
             platform=self._platform,
             to_gather=[{name: weights[name]} for name in _GATHERED],
             qk=self._logits,
+            pv=self._values,
             sparse=None
             if self._density is None
             else SparseLinear(self._density, weights[f"{LINEAR}.weight"], weights[f"{LINEAR}.bias"]),

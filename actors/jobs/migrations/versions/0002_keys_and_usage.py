@@ -8,7 +8,6 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Add columns and a table."""
     for column in (
         sa.Column("scopes", sa.String(64), nullable=False, server_default="make,read"),
         sa.Column("waiting", sa.Integer()),

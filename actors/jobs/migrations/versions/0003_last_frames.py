@@ -8,5 +8,4 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Add a column."""
     op.add_column("jobs", sa.Column("input_last_image", sa.Text()))

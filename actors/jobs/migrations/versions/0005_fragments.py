@@ -8,7 +8,6 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Add the columns and the table."""
     op.add_column("jobs", sa.Column("watched_at", sa.Float()))
     op.add_column("jobs", sa.Column("fragments", sa.Integer()))
     op.create_table(

@@ -8,5 +8,4 @@ down_revision = "0005"
 
 
 def upgrade() -> None:
-    """Add a column."""
     op.add_column("jobs", sa.Column("input_video", sa.Text()))

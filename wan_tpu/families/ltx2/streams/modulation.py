@@ -1,9 +1,9 @@
 """The modulations of an LTX-2 transformer: shifts, scales and gates of every layer and of the text, from timesteps.
 
-Shapes: M timesteps: 1, or 2 where the first latent frame is an image.
+Shapes: M timesteps: 1, or one for each segment of the tokens where some of them are known.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,35 @@ import torch
 from wan_tpu.runtime.bridge import Params, to_jax, to_torch
 
 
-def embed_times(
-    module: Any, times: jax.Array, cross_times: jax.Array, time: jax.Array, dtype: torch.dtype
-) -> dict[str, jax.Array]:
+class Times(NamedTuple):
+    """A step's timesteps, float32.
+
+    Attributes:
+        video: [M], of the segments of the video's tokens.
+        audio: [M], of those of the sound's.
+        cross_video: [1] or [M], of the video's tokens in the attention between the streams.
+        cross_audio: The same of the sound's.
+        text: [1], of the video's text.
+        audio_text: [1], of the sound's.
+    """
+
+    video: jax.Array
+    audio: jax.Array
+    cross_video: jax.Array
+    cross_audio: jax.Array
+    text: jax.Array
+    audio_text: jax.Array
+
+
+def embed_times(module: Any, times: Times, dtype: torch.dtype) -> dict[str, jax.Array]:
     """Return the timesteps' embeddings for every use, float32 [M, rows, channels], by the names of modulations.
 
     Args:
         module: The transformer, inside `wan_tpu.runtime.bridge.call`.
-        times: Float32 [M], of the video's tokens.
-        cross_times: Float32 [1] or [M], of the video's tokens in the attention between the streams.
-        time: Float32 [1], the step's, which the sound and the text have.
+        times: The timesteps.
         dtype: The dtype to compute in.
     """
-    video_times, cross, sound_time = to_torch(times), to_torch(cross_times), to_torch(time)
+    own = Times(*map(to_torch, times))
 
     def embed(layer: Any, times: torch.Tensor) -> tuple[jax.Array, jax.Array]:
         modulation, embedding = layer(times, batch_size=len(times), hidden_dtype=dtype)
@@ -32,21 +48,21 @@ def embed_times(
         return rows.reshape(len(rows), layer.num_mod_params, -1), to_jax(embedding).astype(jnp.float32)
 
     scale = module.config.cross_attn_timestep_scale_multiplier / module.config.timestep_scale_multiplier
-    video, embedding = embed(module.time_embed, video_times)
-    audio, audio_embedding = embed(module.audio_time_embed, sound_time)
+    video, embedding = embed(module.time_embed, own.video)
+    audio, audio_embedding = embed(module.audio_time_embed, own.audio)
     results = {
         "video": video,
         "audio": audio,
-        "cross_video": embed(module.av_cross_attn_video_scale_shift, cross)[0],
-        "cross_audio": embed(module.av_cross_attn_audio_scale_shift, sound_time)[0],
-        "cross_video_gate": embed(module.av_cross_attn_video_a2v_gate, cross * scale)[0],
-        "cross_audio_gate": embed(module.av_cross_attn_audio_v2a_gate, sound_time * scale)[0],
+        "cross_video": embed(module.av_cross_attn_video_scale_shift, own.cross_video)[0],
+        "cross_audio": embed(module.av_cross_attn_audio_scale_shift, own.cross_audio)[0],
+        "cross_video_gate": embed(module.av_cross_attn_video_a2v_gate, own.cross_video * scale)[0],
+        "cross_audio_gate": embed(module.av_cross_attn_audio_v2a_gate, own.cross_audio * scale)[0],
         "head": to_jax(module.scale_shift_table).astype(jnp.float32) + embedding[:, None],
         "audio_head": to_jax(module.audio_scale_shift_table).astype(jnp.float32) + audio_embedding[:, None],
     }
     if module.prompt_modulation:
-        results["text"] = embed(module.prompt_adaln, sound_time)[0]
-        results["audio_text"] = embed(module.audio_prompt_adaln, sound_time)[0]
+        results["text"] = embed(module.prompt_adaln, own.text)[0]
+        results["audio_text"] = embed(module.audio_prompt_adaln, own.audio_text)[0]
     return results
 
 

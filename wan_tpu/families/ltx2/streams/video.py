@@ -1,9 +1,13 @@
 """The video's stream of an LTX-2 transformer, inside the `jax.shard_map` of `../transformer.py`.
 
-Shapes: L tokens of the video, t those of one device, S tokens of a text, N heads, D head width, C channels, G head
-groups, M timesteps.
+The tokens of all evaluations lie one behind the other, so that linear layers read their weights once for all of them;
+each attends by itself.
+
+Shapes: L tokens of the video, t those of one device, E evaluations, S tokens of a text, N heads, D head width, C
+channels, G head groups, M timesteps.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.families.ltx2.streams.sound import SoundStream
+from wan_tpu.families.ltx2.guidance import Evaluation
+from wan_tpu.families.ltx2.streams.sound import SoundStream, join_rows, split_rows
 from wan_tpu.families.shared.layers import SPLIT, StackedWeight, linear
 from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.dispatch import ops_for
@@ -39,8 +44,9 @@ class VideoStream:
         split: Mapping[str, P],
         *,
         rotary_emb: Mapping[str, jax.Array],
-        first_tokens: jax.Array,
+        segments: Sequence[int],
         count: int,
+        evaluations: Sequence[Evaluation],
     ) -> None:
         """Prepare the angles of this device's tokens.
 
@@ -51,9 +57,11 @@ class VideoStream:
             grid: Latent frames, height and width.
             split: How the weights of the layers are split, by name.
             rotary_emb: From `positions.make_tables`.
-            first_tokens: How many tokens have the first of two timesteps.
+            segments: How many tokens have each timestep, in order.
             count: t.
+            evaluations: What the streams are computed for; those in which the streams are isolated come last.
         """
+        self._count, self._evaluations = count, evaluations
         self._mesh, self._layout, self._split = mesh, layout, split
         self._tokens, self._heads = grid[0] * grid[1] * grid[2], config.num_attention_heads
         self._width, self._cross_width = config.attention_head_dim, config.audio_attention_head_dim
@@ -63,23 +71,60 @@ class VideoStream:
         self._key_parts = key_parts(mesh, self._heads, self._width, layout.head_axes)
         self._ops = ops_for(self._platform)
         self.start = jax.lax.axis_index(layout.token_axes) * count
-        self.first_rows = first_tokens - self.start
+        # Rows of all evaluations are segments in turn, of every timestep.
+        ends: list[Any] = [jnp.clip(end - self.start, 0, count) for end in itertools.accumulate(segments[:-1])]
+        numbers = range(len(evaluations))
+        self._ends = jnp.array([number * count + end for number in numbers for end in (*ends, count)])
         tokens = self.start + jnp.arange(count)
         self._rope = _add_axes(rotary_emb, grid, tokens)
-        self._cross_rope = _select_frames(rotary_emb["cross"], grid, tokens)
+        tables = _select_frames(rotary_emb["cross"], grid, tokens)
+        self._cross_rope = tuple(jnp.tile(table, (self._mixed, 1)) for table in tables)
+
+    @property
+    def _mixed(self) -> int:
+        """In how many evaluations, the first ones, video and sound attend to each other."""
+        return sum(not evaluation.is_isolated for evaluation in self._evaluations)
+
+    def _parts(self, x: jax.Array) -> list[jax.Array]:
+        """Return the rows of each evaluation."""
+        return split_rows(x, len(x) // self._count)
 
     def _project(self, weights: Params, name: str, rows: Any, **options: Any) -> jax.Array:
         return linear(self._ops, weights, name, rows, **options)
 
-    def _normalise(self, hidden_states: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-        """Return the RMS-normalised rows with scale and shift, [M, C] each."""
+    def _add(
+        self,
+        weights: Params,
+        name: str,
+        rows: Any,
+        residual: jax.Array,
+        gate: jax.Array | None,
+        evaluations: int | None = None,
+    ) -> jax.Array:
+        """Return the residual plus gate [M, C] times a linear layer's result for the rows of the first evaluations."""
+        segments, first_rows = self.find_segments(gate, evaluations)
+        return self._project(weights, name, rows, residual=residual, gate=segments, first_rows=first_rows)
+
+    def find_segments(self, values: Any, evaluations: int | None = None) -> tuple[Any, jax.Array | int]:
+        """Return what each segment of the rows of all evaluations, or of the first ones, has of [M, C], and its end."""
+        if values is None or len(values) == 1:
+            return values, 0
+        count = evaluations or len(self._evaluations)
+        return jnp.tile(values, (count, 1)), self._ends[: len(values) * count - 1]
+
+    def _normalise(
+        self, hidden_states: jax.Array, scale: jax.Array, shift: jax.Array, evaluations: int | None = None
+    ) -> jax.Array:
+        """Return the RMS-normalised rows with scale and shift, [M, C] each, perhaps of the first evaluations only."""
+        (scale, first_rows), (shift, _) = (self.find_segments(values, evaluations) for values in (scale, shift))
+        rows = None if evaluations is None else evaluations * self._count
         normed: jax.Array = self._ops.layer_norm(
-            hidden_states, 1 + scale, shift, eps=self._eps, first_rows=self.first_rows, centred=False
+            hidden_states, 1 + scale, shift, eps=self._eps, first_rows=first_rows, rows=rows, centred=False
         )
         return normed
 
     def _gates(self, weights: Params, name: str, rows: jax.Array) -> jax.Array | None:
-        """Return the factors of each row's heads, float32 [t, N], or None in LTX-2.0."""
+        """Return the factors of each row's heads, float32 [E * t, N], or None in LTX-2.0."""
         if not self._gated:
             return None
         logits = jnp.einsum(
@@ -87,19 +132,32 @@ class VideoStream:
         )
         return 2 * jax.nn.sigmoid(logits + weights[f"{name}.to_gate_logits.bias"].astype(jnp.float32))
 
-    def attend_to_itself(
-        self, hidden_states: jax.Array, weights: Params, perturbed: jax.Array | None
-    ) -> tuple[jax.Array, Params]:
+    def attend_to_itself(self, hidden_states: jax.Array, weights: Params, layer: jax.Array) -> tuple[jax.Array, Params]:
         """Return the tokens after self-attention, and the weights with those that were gathered meanwhile.
 
         Args:
-            hidden_states: This device's tokens, [t, C].
+            hidden_states: This device's tokens, [E * t, C].
             weights: The layer's weights and modulations.
-            perturbed: Whether values pass unmixed in this layer; None where they do in none.
+            layer: Its index.
         """
         modulation = weights["modulation.video"]
         shift, scale, gate = (modulation[:, i] for i in range(3))
         rows = self._normalise(hidden_states, scale, shift)
+        results = []
+        for evaluation, part in zip(self._evaluations, self._parts(rows), strict=True):
+            output = self._attend(part, weights, evaluation.is_perturbed(layer))
+            weights = weights | output.gathered
+            results.append(output.tokens)
+        tokens = tuple(join_rows(parts, axis=-2) for parts in zip(*results, strict=True))
+        attended = self._apply_gates(tokens, self._gates(weights, "attn1", rows))
+        return self._add(weights, "attn1.to_out.0", attended, hidden_states, gate), weights
+
+    def _attend(self, rows: jax.Array, weights: Params, perturbed: jax.Array | None) -> AttentionOutput:
+        """Return the self-attention of one evaluation's rows [t, C].
+
+        Args:
+            perturbed: Whether values pass unmixed in this layer; None where they do in none.
+        """
 
         def rotate(name: str, norm: str, rows: Any, factor: float, **options: Any) -> Any:
             weight = weights[f"attn1.{norm}.weight"].astype(jnp.float32) * factor
@@ -140,12 +198,7 @@ class VideoStream:
                 tuple(jnp.split(values, ends, axis=-1)), None, {name: weights[name] for name in GATHERED}
             )
 
-        output = attend(None) if perturbed is None else jax.lax.cond(perturbed, pass_values, attend, None)
-        attended = self._apply_gates(output.tokens, self._gates(weights, "attn1", rows))
-        hidden_states = self._project(
-            weights, "attn1.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=self.first_rows
-        )
-        return hidden_states, weights | output.gathered
+        return attend(None) if perturbed is None else jax.lax.cond(perturbed, pass_values, attend, None)
 
     def _apply_gates(self, parts: tuple[jax.Array, ...], gates: jax.Array | None) -> tuple[jax.Array, ...]:
         """Multiply each head of attention's result, [G, t, columns] in parts, or [t, columns], by its gate."""
@@ -185,19 +238,22 @@ class VideoStream:
         keys = self._ops.rms_norm_rope(project("to_k"), weights["attn2.norm_k.weight"], None, eps=self._eps)
         return keys, project("to_v")
 
-    def attend_to_text(self, hidden_states: jax.Array, weights: Params, keys: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Return the tokens after attention to a text."""
+    def attend_to_text(
+        self, hidden_states: jax.Array, weights: Params, keys: Sequence[tuple[jax.Array, jax.Array]]
+    ) -> jax.Array:
+        """Return the tokens after attention to a text, of whose keys each evaluation has its own."""
         modulation = weights["modulation.video"]
         none = jnp.zeros((1, hidden_states.shape[1]), jnp.float32)
         shift, scale, gate = (modulation[:, i] for i in range(6, 9)) if self._modulates_text else (none, none, None)
         rows = self._normalise(hidden_states, scale, shift)
         weight = weights["attn2.norm_q.weight"].astype(jnp.float32) * query_scale(self._width)
         queries = self._ops.rms_norm_rope(self._project(weights, "attn2.to_q", rows), weight, None, eps=self._eps)
-        attended = attention(queries, *keys, heads=self._heads, platform=self._platform)
-        attended = self._gate_heads(attended, self._gates(weights, "attn2", rows))
-        return self._project(
-            weights, "attn2.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=self.first_rows
-        )
+        results = [
+            attention(part, *keys[evaluation.text], heads=self._heads, platform=self._platform)
+            for evaluation, part in zip(self._evaluations, self._parts(queries), strict=True)
+        ]
+        attended = self._gate_heads(join_rows(results), self._gates(weights, "attn2", rows))
+        return self._add(weights, "attn2.to_out.0", attended, hidden_states, gate)
 
     def _gate_heads(self, attended: jax.Array, gates: jax.Array | None) -> jax.Array:
         if gates is None:
@@ -209,9 +265,11 @@ class VideoStream:
         self, hidden_states: jax.Array, audio_hidden_states: jax.Array, weights: Params, sound: SoundStream
     ) -> tuple[jax.Array, jax.Array]:
         """Return both streams after the video has attended to the sound and the sound to the video."""
-        scales = weights["modulation.cross_video"]
-        query_rows = self._normalise(hidden_states, scales[:, 0], scales[:, 1])
-        key_rows = self._normalise(hidden_states, scales[:, 2], scales[:, 3])
+        scales, mixed = weights["modulation.cross_video"], self._mixed
+        if not mixed:
+            return hidden_states, audio_hidden_states
+        query_rows = self._normalise(hidden_states, scales[:, 0], scales[:, 1], mixed)
+        key_rows = self._normalise(hidden_states, scales[:, 2], scales[:, 3], mixed)
         width, name = self._cross_width, "audio_to_video_attn"
 
         def rotate(name: str, norm: str, rows: jax.Array, factor: float) -> jax.Array:
@@ -222,17 +280,21 @@ class VideoStream:
             return rotated
 
         queries = rotate(f"{name}.to_q", f"{name}.norm_q", query_rows, query_scale(width))
-        keys, values = sound.keys_for_video(audio_hidden_states, weights)
-        attended = attention(queries, keys, values, heads=keys.shape[1] // width, platform=self._platform)
-        attended = self._gate_heads(attended, self._gates(weights, name, query_rows))
+        keys, values = (split_rows(x, mixed) for x in sound.keys_for_video(audio_hidden_states, weights, mixed))
+        results = [
+            attention(*parts, heads=queries.shape[1] // width, platform=self._platform)
+            for parts in zip(self._parts(queries), keys, values, strict=True)
+        ]
+        attended = self._gate_heads(join_rows(results), self._gates(weights, name, query_rows))
         gate = weights["modulation.cross_video_gate"][:, 0]
-        result = self._project(
-            weights, f"{name}.to_out.0", attended, residual=hidden_states, gate=gate, first_rows=self.first_rows
-        )
+        result = self._add(weights, f"{name}.to_out.0", attended, hidden_states, gate, mixed)
         name = "video_to_audio_attn"
-        keys = rotate(f"{name}.to_k", f"{name}.norm_k", key_rows, 1)
         return result, sound.attend_to_video(
-            audio_hidden_states, weights, keys, self._project(weights, f"{name}.to_v", key_rows)
+            audio_hidden_states,
+            weights,
+            rotate(f"{name}.to_k", f"{name}.norm_k", key_rows, 1),
+            self._project(weights, f"{name}.to_v", key_rows),
+            mixed,
         )
 
     def feed_forward(self, hidden_states: jax.Array, weights: Params) -> jax.Array:
@@ -242,7 +304,7 @@ class VideoStream:
         inner = self._project(
             weights, "ff.net.0.proj", self._normalise(hidden_states, scale, shift), activation="gelu_tanh"
         )
-        return self._project(weights, "ff.net.2", inner, residual=hidden_states, gate=gate, first_rows=self.first_rows)
+        return self._add(weights, "ff.net.2", inner, hidden_states, gate)
 
 
 def _spread_over_heads(gates: jax.Array, heads: Sequence[int], width: int, dtype: Any) -> jax.Array:

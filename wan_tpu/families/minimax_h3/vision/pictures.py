@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
+from wan_tpu.families.minimax_h3 import classes
 from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.media.image import MAX_PIXELS, fit_image, resize_middle
 
@@ -66,6 +67,29 @@ def token_grid(config: MiniMaxH3Config, height: int, width: int) -> tuple[int, i
     return rows // SIDE, columns // SIDE
 
 
+def clip_grid(frames: int, height: int, width: int) -> tuple[int, int]:
+    """Return (h, w) of each pair of frames of a video, which is smaller if all of them have too many pixels."""
+    rows, columns = fit_clip(frames, height, width)
+    return rows // SIDE, columns // SIDE
+
+
+def fit_clip(frames: int, height: int, width: int) -> tuple[int, int]:
+    """Return the (height, width) in pixels at which the tower sees a video of that many frames.
+
+    The numbers are those of transformers' Qwen3VLVideoProcessor without `cap_pixels_per_frame`.
+    """
+    fewest, most = classes.CLIP["shortest_edge"], classes.CLIP["longest_edge"]
+    whole = [round(side / SIDE) * SIDE for side in (height, width)]
+    pixels = round(frames / 2) * 2 * math.prod(whole)
+    if pixels > most:
+        scale = math.sqrt(frames * height * width / most)
+        whole = [max(SIDE, math.floor(side / scale / SIDE) * SIDE) for side in (height, width)]
+    elif pixels < fewest:
+        scale = math.sqrt(fewest / (frames * height * width))
+        whole = [math.ceil(side * scale / SIDE) * SIDE for side in (height, width)]
+    return whole[0], whole[1]
+
+
 def vision_rows(config: MiniMaxH3Config, height: int, width: int) -> int:
     """Return how many rows of the text a keyframe of this size takes, including its marks."""
     return math.prod(token_grid(config, height, width)) + MARKS
@@ -73,9 +97,28 @@ def vision_rows(config: MiniMaxH3Config, height: int, width: int) -> int:
 
 def cut_patches(config: MiniMaxH3Config, picture: Image.Image) -> np.ndarray:
     """Return the patches of an RGB image, uint8 [h, w, 4 C * 16 * 16], in the size at which the tower sees it."""
-    height, width = fit_size(config, picture.height, picture.width)
-    if picture.size != (width, height):
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    grid = height // SIDE, width // SIDE
-    pixels = np.asarray(picture, np.uint8).reshape(grid[0], MERGE, PATCH, grid[1], MERGE, PATCH, CHANNELS)
-    return pixels.transpose(0, 3, 1, 4, 6, 2, 5).reshape(*grid, -1)
+    size = fit_size(config, picture.height, picture.width)
+    return _cut([_resize(picture, *size)])
+
+
+def cut_pairs(pairs: np.ndarray, frames: int) -> np.ndarray:
+    """Return the patches of pairs of a video's frames, uint8 [pairs, h, w, 8 C * 16 * 16].
+
+    Args:
+        pairs: uint8 [pairs, 2, H, W, 3].
+        frames: How many frames there are, of which the last one may be there twice.
+    """
+    size = fit_clip(frames, *pairs.shape[2:4])
+    return np.stack([_cut([_resize(Image.fromarray(frame), *size) for frame in pair]) for pair in pairs])
+
+
+def _resize(picture: Image.Image, height: int, width: int) -> Image.Image:
+    return picture if picture.size == (width, height) else picture.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _cut(frames: Sequence[Image.Image]) -> np.ndarray:
+    """Return the patches of one or two frames, uint8 [h, w, ...]."""
+    grid = frames[0].height // SIDE, frames[0].width // SIDE
+    pixels = np.stack([np.asarray(frame, np.uint8) for frame in frames])
+    parts = pixels.reshape(len(frames), grid[0], MERGE, PATCH, grid[1], MERGE, PATCH, CHANNELS)
+    return parts.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(*grid, -1)

@@ -1,6 +1,6 @@
-"""A prompt with its keyframes, as MiniMax-H3's text encoder reads it: each keyframe after a label, then the prompt.
+"""A prompt with its keyframes or references, each after a label, as MiniMax-H3's text encoder reads it.
 
-Shapes: R rows, V of them of keyframes (their marks included), k keyframes, h w rows and columns of their tokens.
+Shapes: R rows, k images (pairs of a video's frames are images, too), h w rows and columns of an image's tokens.
 """
 
 import math
@@ -12,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from wan_tpu.families.minimax_h3 import text
+from wan_tpu.families.minimax_h3 import references, text
 from wan_tpu.families.minimax_h3.config import LABEL, TEXT_ROWS, MiniMaxH3Config, fit_rows
+from wan_tpu.families.minimax_h3.references import Measure, Part
 from wan_tpu.families.minimax_h3.vision import pictures, tower
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.families.shared.tokenizing import Tokenizer
 from wan_tpu.runtime.components import Loaded
 
 _START, _PICTURE, _END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+# A video's tokens have another number, but their embeddings are those of the vision tower anyway.
 
 
 class Presentation(NamedTuple):
@@ -28,11 +30,12 @@ class Presentation(NamedTuple):
     Attributes:
         ids: int32 [1, R].
         places: int32 [3, R], time, height and width of each row.
-        order: int32 [1, R], the index of each row of the transformer's order: keyframes, text, padding.
+        order: int32 [1, R], the index of each row of the transformer's order: images, text, padding.
         count: int32 [1, 1], the number of real rows.
-        anchors: int32 [1, k], which end of the video each keyframe is: 0 the first, 1 the last.
-        starts: int32 [k], the index of each keyframe's first token.
-        patches: uint8 [k, h, w, ...], the keyframes (`pictures.cut_patches`).
+        anchors: int32 [1, k], which end of the video each keyframe is: 0 the first, 1 the last; [1, 0] for references.
+        starts: int32 [k], the index of each image's first token.
+        patches: uint8 [n, h, w, ...] each, the images (`pictures.cut_patches`, `cut_pairs`); those of one size are one
+            array if they follow each other.
     """
 
     ids: Any
@@ -41,25 +44,37 @@ class Presentation(NamedTuple):
     count: Any
     anchors: Any
     starts: Any
-    patches: Any
+    patches: tuple[Any, ...]
 
 
 def shapes(config: MiniMaxH3Config, height: int, width: int, images: int, text_rows: int) -> Presentation:
     """Return the shapes of the inputs for keyframes of a size in pixels, and a text of that many rows."""
-    grid = pictures.token_grid(config, height, width)
     rows = images * pictures.vision_rows(config, height, width) + text_rows
-    values = pictures.CHANNELS * pictures.SIDE**2
+    return _list_shapes([(images, pictures.token_grid(config, height, width), 1)], rows, images)
+
+
+def reference_shapes(config: MiniMaxH3Config, measures: Sequence[Measure], text_rows: int) -> Presentation:
+    """Return the same for references."""
+    rows = references.find_room(config, measures).vision + text_rows
+    return _list_shapes(references.list_seen(config, measures), rows, 0)
+
+
+def _list_shapes(groups: Sequence[tuple[int, tuple[int, int], int]], rows: int, keyframes: int) -> Presentation:
+    """Return the shapes for groups of images: their number, rows and columns of tokens, frames of a patch."""
     integers = {
         "ids": (1, rows),
         "places": (3, rows),
         "order": (1, rows),
         "count": (1, 1),
-        "anchors": (1, images),
-        "starts": (images,),
+        "anchors": (1, keyframes),
+        "starts": (sum(count for count, _, _ in groups),),
     }
     return Presentation(
         **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in integers.items()},
-        patches=jax.ShapeDtypeStruct((images, *grid, values), jnp.uint8),
+        patches=tuple(
+            jax.ShapeDtypeStruct((count, *grid, frames * pictures.CHANNELS * pictures.SIDE**2), jnp.uint8)
+            for count, grid, frames in groups
+        ),
     )
 
 
@@ -79,31 +94,67 @@ def present(
         CheckpointError: The tokenizer doesn't work.
     """
     patches = np.stack([pictures.cut_patches(config, keyframe) for keyframe in keyframes])
-    _, height, width, _ = patches.shape
+    grid = patches.shape[1], patches.shape[2]
+    parts = [Part(LABEL.format(i + 1), grid) for i in range(len(keyframes))]
+    vision = len(parts) * (math.prod(grid) + pictures.MARKS)
+    return _read(shared, prompt, parts, (patches,), vision=vision, anchors=anchors)
+
+
+def present_references(
+    config: MiniMaxH3Config,
+    shared: Tokenizer,
+    prompt: str,
+    measures: Sequence[Measure],
+    patches: Sequence[np.ndarray],
+) -> tuple[Presentation, list[Cut]]:
+    """Return a prompt with its references, and the cut as above.
+
+    Args:
+        config, shared, prompt: As above.
+        measures: The references.
+        patches: Those of each image and video.
+    """
+    parts = list(references.read_parts(config, measures))
+    room = references.find_room(config, measures).vision
+    return _read(shared, prompt, parts, tuple(patches), vision=room, anchors=())
+
+
+def _read(
+    shared: Tokenizer,
+    prompt: str,
+    parts: Sequence[Part],
+    patches: tuple[np.ndarray, ...],
+    *,
+    vision: int,
+    anchors: Sequence[int],
+) -> tuple[Presentation, list[Cut]]:
+    """Return labels, images and a prompt as the text encoder reads them; `vision` is the room for images."""
     with shared.lock() as tokenizer:
         room = TEXT_ROWS[-1]
-        labels = [text.read_words(tokenizer, LABEL.format(i + 1), room)[0] for i in range(len(keyframes))]
-        start, picture, end = (_number(tokenizer, token) for token in (_START, _PICTURE, _END))
+        labels = [text.read_words(tokenizer, part.label, room)[0] for part in parts]
+        start, picture, end = (_number(tokenizer, name) for name in (_START, _PICTURE, _END))
         spoken = sum(map(len, labels))
         words, cuts = text.read_words(tokenizer, prompt, room - spoken)
-        block = [start, *[picture] * (height * width), end]
-        parts = [part for label in labels for part in (label, block)] + [words]
-        real = [number for part in parts for number in part]
-        rows = len(keyframes) * len(block) + fit_rows(spoken + len(words))
+        pieces: list[tuple[list[int], tuple[int, int] | None]] = []
+        for part, label in zip(parts, labels, strict=True):
+            pieces.append((label, None))
+            if part.grid is not None:
+                pieces.append(([start, *[picture] * math.prod(part.grid), end], part.grid))
+        pieces.append((words, None))
+        real = [number for ids, _ in pieces for number in ids]
+        rows = vision + fit_rows(spoken + len(words))
         padded = [text.pad_rows(real, rows)]
         ids, _ = shared.to_arrays({"input_ids": padded, "attention_mask": padded})
-    is_block = [part is block for part in parts]
-    firsts = np.cumsum([0, *map(len, parts)])[:-1]
-    seen = np.concatenate([np.full(len(part), is_seen) for part, is_seen in zip(parts, is_block, strict=True)])
-    of_pictures, of_text = np.flatnonzero(seen), np.flatnonzero(~seen)
-    order = np.concatenate([of_pictures, of_text, np.arange(len(real), rows)])
+    firsts = np.cumsum([0, *(len(ids) for ids, _ in pieces)])[:-1]
+    seen = np.concatenate([np.full(len(ids), grid is not None) for ids, grid in pieces])
+    order = np.concatenate([np.flatnonzero(seen), np.flatnonzero(~seen), np.arange(len(real), rows)])
     presentation = Presentation(
         ids=ids,
-        places=_place(parts, is_block, (height, width), rows),
+        places=_place(pieces, rows),
         order=order.astype(np.int32)[None],
         count=np.array([[len(real)]], np.int32),
         anchors=np.array([anchors], np.int32),
-        starts=(firsts[is_block] + 1).astype(np.int32),
+        starts=(firsts[[grid is not None for _, grid in pieces]] + 1).astype(np.int32),
         patches=patches,
     )
     return presentation, cuts
@@ -117,35 +168,42 @@ def _number(tokenizer: Any, token: str) -> int:
     return number
 
 
-def _place(parts: Sequence[Sequence[int]], is_block: Sequence[bool], grid: tuple[int, int], rows: int) -> np.ndarray:
+def _place(pieces: Sequence[tuple[Sequence[int], tuple[int, int] | None]], rows: int) -> np.ndarray:
     """Return time, height and width of every row, int32 [3, R].
 
-    A row of text is one step after the previous row in all three. A keyframe has a single time, its tokens have rows
-    and columns from there, and what follows is behind the longer side.
+    A row of text is one step after the previous row in all three. An image has a single time, its tokens have rows and
+    columns from there, and what follows is behind the longer side.
+
+    Args:
+        pieces: The ids of labels, images and prompt, and the rows and columns of an image's tokens.
+        rows: R.
     """
     columns, now = [], 0
-    picture = np.stack(np.meshgrid([0], *map(np.arange, grid), indexing="ij")).reshape(3, -1)
-    for part, is_picture in zip(parts, is_block, strict=True):
-        if is_picture:
+    for ids, grid in pieces:
+        if grid is not None:
+            picture = np.stack(np.meshgrid([0], *map(np.arange, grid), indexing="ij")).reshape(3, -1)
             columns += [np.full((3, 1), now), now + 1 + picture, np.full((3, 1), now + 1 + max(grid))]
             now += max(grid) + pictures.MARKS
         else:
-            columns.append(np.broadcast_to(now + np.arange(len(part)), (3, len(part))))
-            now += len(part)
+            columns.append(np.broadcast_to(now + np.arange(len(ids)), (3, len(ids))))
+            now += len(ids)
     padding = rows - sum(column.shape[1] for column in columns)
     columns.append(np.broadcast_to(now + np.arange(padding), (3, padding)))
     return np.concatenate(columns, axis=1).astype(np.int32)
 
 
 def encode(loaded: Sequence[Loaded], presentation: Presentation) -> jax.Array:
-    """Return the text that the transformer reads, [1, R, C]: rows of keyframes, of text, and padding.
+    """Return the text that the transformer reads, [1, R, C]: rows of images, of text, and padding.
 
     Args:
         loaded: From `text.text_encoder` and `tower.vision`.
-        presentation: The prompt with its keyframes.
+        presentation: The prompt with its images.
     """
     encoder, vision = loaded
-    tokens, deepstack = tower.encode_pictures(vision, presentation.patches)
+    seen = [tower.encode_pictures(vision, patches) for patches in presentation.patches]
+    tokens = [image for group, _ in seen for image in group]
+    layers = len(seen[0][1])
+    deepstack = [[image for _, groups in seen for image in groups[layer]] for layer in range(layers)]
     picture = text.VisionOutput(presentation.starts, tokens, deepstack)
     encoded = text.encode_prompt(encoder, presentation.ids, presentation.places, picture)
     return encoded[:, presentation.order[0]]
@@ -156,3 +214,10 @@ def count_flops(config: MiniMaxH3Config, height: int, width: int, images: int, t
     grid = pictures.token_grid(config, height, width)
     rows = images * (math.prod(grid) + pictures.MARKS) + text_rows
     return text.count_flops(config, rows) + tower.count_flops(config, grid, images)
+
+
+def count_reference_flops(config: MiniMaxH3Config, measures: Sequence[Measure], text_rows: int) -> int:
+    """Count the same for references."""
+    rows = references.find_room(config, measures).vision + text_rows
+    seen = references.list_seen(config, measures)
+    return text.count_flops(config, rows) + sum(tower.count_flops(config, grid, count) for count, grid, _ in seen)

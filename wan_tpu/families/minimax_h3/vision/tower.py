@@ -70,7 +70,7 @@ def encode_pictures(tower: Loaded, patches: jax.Array) -> tuple[jax.Array, jax.A
 
     Args:
         tower: From `vision`.
-        patches: From `pictures.cut_patches`, uint8 [k, h, w, ...].
+        patches: From `pictures.cut_patches` or `cut_pairs`, uint8 [k, h, w, ...].
     """
     module, params = tower.module, tower.params
     images, height, width, _ = patches.shape
@@ -114,8 +114,9 @@ def normalise(patches: jax.Array) -> jax.Array:
 
     A patch has two frames, which are the same for an image.
     """
-    pixels = patches.reshape(len(patches), -1, CHANNELS, PATCH**2).astype(jnp.float32) / 255
-    frames = jnp.repeat((pixels - 0.5) / 0.5, 2, axis=2)
+    values = patches.shape[-1] // MERGE**2
+    pixels = patches.reshape(len(patches), -1, values // PATCH**2, PATCH**2).astype(jnp.float32) / 255
+    frames = jnp.repeat((pixels - 0.5) / 0.5, 2 * CHANNELS * PATCH**2 // values, axis=2)
     return frames.reshape(*frames.shape[:2], -1)
 
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from actors.api.retrying import back_off, retry
+from actors.retrying import back_off, retry
 
 
 def try_until(succeeds_at, pauses_s, *, gives_up_at=99):

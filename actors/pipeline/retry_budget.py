@@ -1,35 +1,34 @@
-"""The attempts at a request: how long it waits before the next one, and when it is given up."""
+"""How often a request is tried again without progress: how long it waits in between, and when it is given up."""
 
 import asyncio
 import logging
 
 from actors.errors import MachineFailed, RequestFailed, StageFailed, StageMoved, StageQueuedTooLong
 from actors.reliability import ReliabilitySettings
+from actors.retrying import back_off
 
 log = logging.getLogger(__name__)
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # Waits before a stage is tried again grow from the first to the longest.
+LONGEST_WAIT_S = 15.0  # Before a stage is tried again.
+_MOVE_S = 1.0  # Before a request is sent on to another slice.
 
 
-class Attempts:
-    """Counts a request's attempts without progress."""
-
+class RetryBudget:
     def __init__(self, key: str, limits: ReliabilitySettings) -> None:
-        """Begin to count.
-
-        Args:
-            key: The caller's name for the request.
-            limits: How many attempts and moves are allowed.
-        """
         self._key, self._limits = key, limits
-        self._attempts = self._moves = 0  # Both count since the last progress.
+        self._begin()
         self._done: set[tuple[str, int | None]] = set()
 
     def note_progress(self, stage: str, step: int | None) -> None:
         """Reset the counts if the request gets this far for the first time."""
         if (stage, step) not in self._done:
             self._done.add((stage, step))
-            self._attempts = self._moves = 0
+            self._begin()
+
+    def _begin(self) -> None:
+        self._attempts = self._moves = 0  # Since the last progress.
+        self._waits_s = back_off(LONGEST_WAIT_S)
+        next(self._waits_s)  # A slice needs longer than a database: the first wait is the second of those.
 
     async def wait_after(self, error: Exception) -> None:
         """Wait before the next attempt; raise `RequestFailed` after too many without progress."""
@@ -38,7 +37,7 @@ class Attempts:
         if isinstance(error, StageMoved) and self._moves < self._limits.move_attempts:
             self._moves += 1
             log.info("%s: %s", self._key, error)
-            await asyncio.sleep(2 * FIRST_WAIT_S)
+            await asyncio.sleep(_MOVE_S)
             return
         self._attempts += 1
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -48,4 +47,4 @@ class Attempts:
                 raise RequestFailed(f"failed {self._attempts} times; the last: {reason}", "error")
             raise RequestFailed(f"given up after {self._attempts} attempts at one stage; the last: {reason}", "lost")
         log.warning("%s: %s; attempt %d", self._key, reason, self._attempts + 1)
-        await asyncio.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**self._attempts))
+        await asyncio.sleep(next(self._waits_s))

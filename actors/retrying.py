@@ -25,8 +25,6 @@ async def retry(
     """Return what work returns, which is repeated after each pause if it fails.
 
     Args:
-        work: The work.
-        errors: The errors after which it is repeated.
         pauses_s: The pauses. After the last one, an error passes through.
         note: Called with each error and the pause that follows. It raises the error if repeating is of no use.
     """

@@ -1,4 +1,4 @@
-"""Make the preview pictures of a finished video, for which the whole video is decoded."""
+"""Make the thumbnail, sprite sheet and last frame of a finished video, for which all of it is decoded."""
 
 import io
 import subprocess
@@ -21,7 +21,7 @@ class BrokenVideo(WanTpuError):
     """The mp4 can't be decoded."""
 
 
-def make_previews(video: Path, *, height: int, width: int, frames: int) -> dict[str, bytes]:
+def make_thumbnails(video: Path, *, height: int, width: int, frames: int) -> dict[str, bytes]:
     """Return the thumbnail (WebP) and the sheet (JPEG) of a video, by variant; raises `BrokenVideo`, `Unavailable`."""
     pictures = _decode_pictures(video, height=height, width=width, frames=frames)
     sheet = _encode(grid(pictures), "JPEG", quality=85)

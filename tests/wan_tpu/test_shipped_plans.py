@@ -1,0 +1,113 @@
+"""Plans that are shipped as data: they say what compiling anew says, for what is asked for by default."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.planning.slice_description import describe_slice
+from cluster.slice_spec import SliceSpec
+from tests.wan_tpu.plans import MODEL, SLICE, make_plan
+from wan_tpu.families import list_published, published_spec
+from wan_tpu.pricing import shipped_plans
+from wan_tpu.pricing.plan_text import describe
+from wan_tpu.pricing.planner import SlicePlanner
+from wan_tpu.pricing.question import Question
+from wan_tpu.pricing.shipped_plans import ShippedPlan
+from wan_tpu.request import GenerationRequest, ResolvedRequest
+from wan_tpu.versions import installed_version
+
+ANY_MESH = None, None, None
+SHIPPED = [(model, shipped) for model in list_published() for shipped in shipped_plans.read(model)]
+
+
+def plan_request(model: str, **fields: int) -> ResolvedRequest:
+    spec = published_spec(model)
+    image = "t2v" not in spec.tasks
+    return spec.plan(GenerationRequest(**fields), image=image, last=spec.last_images == "required").request
+
+
+def test_plan_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path)
+    plan = make_plan()
+    for date in ("2026-11-29", "2026-11-30"):  # The later one replaces the earlier one.
+        shipped_plans.add(plan, "bfloat16", date)
+    question = Question.of(SLICE.name, "bfloat16", plan.request)
+    found = shipped_plans.find(MODEL, question, ANY_MESH)
+    assert found is not None
+    assert len((tmp_path / f"{MODEL}.jsonl").read_text().splitlines()) == 1
+    assert found.made["date"] == "2026-11-30"
+    again = found.answer(MODEL, SLICE, plan.request)
+    assert describe(again) == describe(plan)
+    assert again.parts == plan.parts
+    assert shipped_plans.find(MODEL, question, plan.mesh) == found
+    assert shipped_plans.find(MODEL, question, (1, None, None)) is None
+
+
+@pytest.mark.parametrize(
+    ("slice_name", "dtype", "fields"),
+    [("v6e-8", "bfloat16", {}), ("v6e-4", "int8", {}), ("v6e-4", "bfloat16", {"frames": 77})],
+)
+def test_another_question_has_no_answer(
+    slice_name: str, dtype: str, fields: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path)
+    shipped_plans.add(make_plan(), "bfloat16", "2026-11-30")
+    other = Question.of(slice_name, dtype, plan_request(MODEL, **fields))
+    assert shipped_plans.find(MODEL, other, ANY_MESH) is None
+
+
+def test_seed_and_prompt_ask_the_same() -> None:
+    plain, seeded = (plan_request(MODEL, **fields) for fields in ({}, {"seed": 7}))
+    assert Question.of("v6e-4", "bfloat16", plain) == Question.of("v6e-4", "bfloat16", seeded)
+
+
+def test_shipped_plans_answer_today_s_defaults() -> None:
+    stale = [
+        (model, shipped.question.slice)
+        for model, shipped in SHIPPED
+        if shipped.question != Question.of(shipped.question.slice, shipped.question.dtype, plan_request(model))
+    ]
+    assert not stale, "scripts/price_models.py prices them anew"
+
+
+def test_command_answers_without_a_compiler_in_three_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path)
+    shipped_plans.add(dataclasses.replace(make_plan(), request=plan_request(MODEL)), "bfloat16", "2026-11-30")
+    measured = (
+        "import pathlib, sys, time; sys.modules['libtpu'] = None; from actors.cli import main; "
+        "from wan_tpu.pricing import shipped_plans; "
+        f"shipped_plans.FOLDER = pathlib.Path({str(tmp_path)!r}); "
+        f"main(['plan', '--model', {MODEL!r}, '--slice', {SLICE.name!r}]); print(time.process_time())"
+    )
+    printed = subprocess.run([sys.executable, "-c", measured], capture_output=True, text=True, check=True)
+    assert "exposed transfers" in printed.stdout
+    assert float(printed.stdout.splitlines()[-1]) < 3
+
+
+def cheapest_programs() -> list[tuple[str, ShippedPlan, str]]:
+    """Return the program that takes least to compile, of each of three models, as priced with what is installed."""
+    cheapest: dict[str, tuple[float, ShippedPlan, str]] = {}
+    for model, shipped in SHIPPED:
+        if any(shipped.made[name] != installed_version(name) for name in ("jax", "libtpu")):
+            continue
+        for stage in shipped.fields["stages"]:
+            for program in stage["programs"]:
+                candidate = program["compiled"]["compile_cpu_s"], shipped, program["name"]
+                cheapest[model] = min(cheapest.get(model, candidate), candidate, key=lambda entry: entry[0])
+    chosen = sorted(cheapest.items(), key=lambda item: item[1][0])[:3]
+    return [(model, shipped, program) for model, (_, shipped, program) in chosen]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "shipped", "name"), cheapest_programs())
+def test_compiling_anew_gives_the_same_seconds(model: str, shipped: ShippedPlan, name: str, tmp_path: Path) -> None:
+    request, described = plan_request(model), describe_slice(SliceSpec(shipped.question.slice))
+    planner = SlicePlanner(model, request, described, dtype="bfloat16", cache=tmp_path, report=print)
+    (anew,) = planner.plan(shipped.fields["mesh"], only=name).programs
+    (before,) = [p for p in shipped.answer(model, described, request).programs if p.name == name]
+    for path in ("optimistic", "online"):
+        assert getattr(anew, path).total.estimate == pytest.approx(getattr(before, path).total.estimate, rel=0.01)
+    assert anew.compiled.total_bytes == pytest.approx(before.compiled.total_bytes, rel=0.01)

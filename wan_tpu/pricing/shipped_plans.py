@@ -1,0 +1,84 @@
+"""Plans of published models at their own sizes on common slices, shipped as data: to read one takes no compiler.
+
+Each file of `FOLDER` is a model's, each line a plan. `scripts/price_models.py` writes them.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from wan_tpu.aot.topology import DescribedSlice
+from wan_tpu.pricing.plan import SlicePlan, StagePlan
+from wan_tpu.pricing.playback import Playback
+from wan_tpu.pricing.question import Question
+from wan_tpu.request import ResolvedRequest
+from wan_tpu.runtime.mesh import MeshShape
+from wan_tpu.versions import installed_version
+
+FOLDER = Path(__file__).with_name("shipped")
+_DIGITS = 5
+_STAGES = TypeAdapter(tuple[StagePlan, ...])
+_PLAYBACKS = TypeAdapter(dict[str, Playback])
+
+
+@dataclass(frozen=True)
+class ShippedPlan:
+    """A line of a file."""
+
+    question: Question
+    made: Mapping[str, str]  # The date, and the versions of what compiled it.
+    fields: Mapping[str, Any]  # The plan's fields besides model, slice and request, as JSON values.
+
+    def is_for(self, mesh: Sequence[int | None]) -> bool:
+        """Return whether it is for a mesh (None: any size of that axis)."""
+        return all(wanted in (None, size) for wanted, size in zip(mesh, self.fields["mesh"], strict=True))
+
+    def answer(self, model: str, described: DescribedSlice, request: ResolvedRequest) -> SlicePlan:
+        """Return the plan for a request that asks its question."""
+        fields = dict(self.fields) | {
+            "mesh": MeshShape(*self.fields["mesh"]),
+            "stages": _STAGES.validate_python(self.fields["stages"]),
+            "playbacks": _PLAYBACKS.validate_python(self.fields["playbacks"]),
+        }
+        return SlicePlan(model=model, slice=described, request=request, **fields)
+
+
+def find(model: str, question: Question, mesh: Sequence[int | None]) -> ShippedPlan | None:
+    """Return the shipped plan that answers a question on a mesh (None: any size of that axis), if there is one."""
+    return next((plan for plan in read(model) if plan.question == question and plan.is_for(mesh)), None)
+
+
+def read(model: str) -> Iterator[ShippedPlan]:
+    """Yield a model's shipped plans."""
+    file = FOLDER / f"{model}.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else ():
+        values = json.loads(line)
+        yield ShippedPlan(Question(**values["question"]), values["made"], values["fields"])
+
+
+def add(plan: SlicePlan, dtype: str, date: str) -> None:
+    """Write a plan to its model's file, instead of one that answers the same question."""
+    question = Question.of(plan.slice.name, dtype, plan.request)
+    made = {"date": date} | {name: installed_version(name) for name in ("jax", "libtpu")}
+    fields = dataclasses.asdict(plan)
+    for name in ("model", "slice", "request"):
+        del fields[name]
+    new = ShippedPlan(question, made, _round(fields))
+    plans = [shipped for shipped in read(plan.model) if shipped.question != question] + [new]
+    lines = [json.dumps(dataclasses.asdict(shipped), separators=(",", ":")) for shipped in plans]
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{plan.model}.jsonl").write_text("".join(f"{line}\n" for line in sorted(lines)))
+
+
+def _round(value: Any) -> Any:
+    """Return a JSON value whose fractions have `_DIGITS` digits."""
+    if isinstance(value, Mapping):
+        return {name: _round(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_round(item) for item in value]
+    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
