@@ -116,6 +116,7 @@ def test_previews_come_with_later_steps_and_change_nothing(checkpoint, tmp_path,
 
     def make(key, previews, wait):
         host.prepare_denoise(key, plan, text, None, None, None, previews)
+        wait()  # Until the painter is prepared.
         host.begin(key)
         parts = []
         for _ in range(plan.steps):
@@ -130,8 +131,6 @@ def test_previews_come_with_later_steps_and_change_nothing(checkpoint, tmp_path,
 
     without, plain = make("without", False, lambda: None)
     assert without == []
-    host._previews.begin()
-    wait_for_picture()
     pictures, latents = make("with", True, wait_for_picture)
     assert [step for _, step, _ in pictures] == [2, 4, 6]
     assert all(step <= done <= step + 1 for done, step, _ in pictures)
