@@ -18,6 +18,7 @@ import torch
 from jax.sharding import Mesh
 from PIL import Image
 
+from wan_tpu.families import twister
 from wan_tpu.families.ltx2 import (
     audio,
     components,
@@ -431,7 +432,7 @@ class Ltx2Model(Model):
             self._draw_again(request, expert, generator)
         shape = self.decoder_noise_shape(request)
         assert shape is not None
-        return torch.randn(shape, generator=generator, dtype=dtype)
+        return twister.randn(shape, generator, dtype)
 
     def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
         """Decode latents [1, A, C] as a mel spectrogram, and that as samples [2, samples]."""
