@@ -39,7 +39,7 @@ def draw_noise(model: Model, request: ResolvedRequest, dtype: np.dtype) -> Noise
 def draw_ahead(model: Model, request: ResolvedRequest, dtype: np.dtype) -> Callable[[], Noise]:
     """Begin to draw a request's noise in another thread; return a function that waits for it and returns it.
 
-    Five seconds at 1080p are 758 million numbers, which take 4.5 s of CPU, divided among up to 22 cores.
+    Five seconds at 1080p are 758 million numbers, which take one core 4.5 s.
     """
     if model.decoder_noise_shape(request) is None:
         return lambda: None

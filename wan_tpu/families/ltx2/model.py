@@ -18,7 +18,6 @@ import torch
 from jax.sharding import Mesh
 from PIL import Image
 
-from wan_tpu.families import twister
 from wan_tpu.families.ltx2 import (
     audio,
     components,
@@ -432,7 +431,7 @@ class Ltx2Model(Model):
             self._draw_again(request, expert, generator)
         shape = self.decoder_noise_shape(request)
         assert shape is not None
-        return twister.randn(shape, generator, dtype)
+        return torch.randn(shape, generator=generator, dtype=dtype)
 
     def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
         """Decode latents [1, A, C] as a mel spectrogram, and that as samples [2, samples]."""
