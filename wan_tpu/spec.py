@@ -156,6 +156,10 @@ class ModelSpec(ModelLimits):
         """Return whether a video is made by diffusers' rules, where these differ from those of the model's authors."""
         return request.preset == DIFFUSERS
 
+    def needs_adapter(self, preset: str | None) -> bool:
+        """Return whether a preset runs only with its adapter, which adds weights; none does unless overridden."""
+        return False
+
     def count_evaluations(self, request: ResolvedRequest, expert: Expert) -> int:
         """Return how often one of an expert's steps runs the transformer: twice with guidance, unless overridden."""
         return 2 if expert.guided else 1
