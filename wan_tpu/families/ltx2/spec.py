@@ -507,9 +507,9 @@ class Ltx2Spec(FamilySpec):
         if not self.is_guided(request):
             return np.zeros((2, 1))
         guidance = guidance_of(self.config, follows_diffusers=self.follows_diffusers(request))
-        extra_scales = (guidance.perturbation, guidance.modality - 1) if guidance.perturbation else ()
-        scales = request.guidance_scale, guidance.audio_scale or request.guidance_scale
-        return np.array([(scale - 1, *extra_scales, guidance.rescale) for scale in scales])
+        perturbation = (guidance.perturbation,) if guidance.perturbation else ()
+        extra_scales = (*perturbation, guidance.modality - 1, guidance.rescale)
+        return np.array([(scale - 1, *extra_scales) for scale in (request.guidance_scale, guidance.audio_scale)])
 
     def schedules(self, request: ResolvedRequest) -> dict[str, Schedule]:
         """Return the schedule of the video, which is also the sound's.
