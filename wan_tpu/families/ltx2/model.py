@@ -42,6 +42,7 @@ from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.families.shared.causal_vae import CausalChunks, Chunks
 from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.flop_count import Flops
+from wan_tpu.families.shared.normal import draw_normal
 from wan_tpu.families.shared.resampling import read_soundtrack
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.plan import AUDIO, SECONDS, VIDEO, Expert, PromptText
@@ -413,20 +414,15 @@ class Ltx2Model(Model):
             return vae.decoder_chunks(self.config, module, mesh)
         return diffusion_decoder.DiffusionChunks(self.config.diffusion_decoder, module, mesh)
 
-    @property
-    def begins_decoder_with_noise(self) -> bool:
-        """Whether it is the diffusion decoder, which turns noise into pixels."""
-        return self.config.diffusion_decoder is not None
-
     def draw_decoder_noise(self, request: ResolvedRequest, dtype: torch.dtype) -> torch.Tensor:
         """Draw the diffusion decoder's noise, after that of all stages' latents."""
         generator = torch.Generator("cpu").manual_seed(request.seed)
         self._draw_first(request, generator)
         for expert in self.spec.experts(request)[1:]:
             self._draw_again(request, expert, generator)
-        shape = self.decoder_noise_shape(request)
+        shape = self.spec.decoder_noise_shape(request)
         assert shape is not None
-        return torch.randn(shape, generator=generator, dtype=dtype)
+        return draw_normal(shape, generator, dtype)
 
     def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
         """Decode latents [1, A, C] as a mel spectrogram, and that as samples [2, samples]."""

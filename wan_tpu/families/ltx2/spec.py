@@ -298,6 +298,11 @@ class Ltx2Spec(FamilySpec):
         """Return L, the video's tokens."""
         return math.prod(latent_shape[2:])
 
+    @property
+    def begins_decoder_with_noise(self) -> bool:  # type: ignore[override]
+        """Whether it is the diffusion decoder, which turns noise into pixels."""
+        return self.config.diffusion_decoder is not None
+
     def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
         """Return a single chunk with all frames, because the decoder looks ahead."""
         return (latent_frames,)
