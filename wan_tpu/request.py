@@ -246,7 +246,7 @@ class GenerationRequest:
     )
     preset: str | None = None
     """One of the model's presets, which sets omitted fields, adapters too. `original`, the default, is what the
-    model's authors' program makes; `diffusers` is what diffusers makes."""
+    model's authors' program makes; `diffusers` has the defaults of diffusers' pipeline."""
     truncate_prompt: bool | None = None
     """Whether a prompt that is longer than the model reads is cut, with a warning, instead of refused. If omitted,
     it is the model's choice; most cut it."""

@@ -51,6 +51,7 @@ class ModelSpec(ModelLimits):
     boundary_ratio: float | None
     reads_images: bool = False  # Whether the text encoder reads a request's images with its prompt.
     needs_prompt: bool = False  # Whether a request without images needs a prompt that isn't empty.
+    begins_decoder_with_noise: bool = False  # Whether the decoder takes noise with the latents.
     seeds_images: bool = False  # Whether the latents of images are sampled with a request's seed.
     # The lengths of texts, in tokens, that have programs of their own; a text takes the first that holds it. Empty if
     # texts of all lengths have the same programs.
@@ -132,6 +133,10 @@ class ModelSpec(ModelLimits):
         """Return [1, C, T, H, W] of the latents that are decoded: the denoised ones, unless a family overrides this."""
         return self.latent_shape(request)
 
+    def decoder_noise_shape(self, request: ResolvedRequest) -> tuple[int, ...] | None:
+        """Return the shape of the noise that the decoder takes with the latents; None if it takes none."""
+        return (1, 3, request.frames, request.height, request.width) if self.begins_decoder_with_noise else None
+
     def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
         """Return how many latent frames the decoder takes each time; always one, unless a family overrides this."""
         return (1,) * latent_frames
@@ -155,6 +160,10 @@ class ModelSpec(ModelLimits):
     def follows_diffusers(self, request: GenerationRequest) -> bool:
         """Return whether a video is made by diffusers' rules, where these differ from those of the model's authors."""
         return request.preset == DIFFUSERS
+
+    def needs_adapter(self, preset: str | None) -> bool:
+        """Return whether a preset runs only with its adapter, which adds weights; none does unless overridden."""
+        return False
 
     def count_evaluations(self, request: ResolvedRequest, expert: Expert) -> int:
         """Return how often one of an expert's steps runs the transformer: twice with guidance, unless overridden."""

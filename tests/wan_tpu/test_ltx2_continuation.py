@@ -119,6 +119,15 @@ def test_known_latents_stay_as_they_are(pipelines, first, second):
     np.testing.assert_array_equal(finished.latents[:, :, LATENTS:], np.asarray(states[-1].latents)[:, :, LATENTS:])
 
 
+def test_a_silent_video_goes_on(pipelines, first):
+    pipe, tail = pipelines(DISTILLED), dataclasses.replace(first[0].tail, sound=None, rate=0)
+    following, states = make(pipe, "it falls, and rings", 4, tail)
+    request = GenerationRequest(prompt="it falls, and rings", seed=4, references=[tail], frames=FRAMES, **SIZE)
+    assert pipe.runtime.model.spec.find_room(pipe.plan(request).request).audio == (0, 0)
+    np.testing.assert_allclose(np.asarray(states[-1].latents)[:, :, :LATENTS], tail.latents, atol=1e-5)
+    assert following.audio.shape == first[0].audio.shape and following.audio.std() > 0
+
+
 def test_the_join_is_like_any_place_inside_a_video(pipelines, first, second):
     pipe, (video, states), (following, after) = pipelines(DISTILLED), first, second
     whole, shown = video.join(following), FRAMES - BLENDED

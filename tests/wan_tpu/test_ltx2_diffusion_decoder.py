@@ -22,6 +22,7 @@ from wan_tpu.families.ltx2.classes import DIFFUSION_DECODER
 from wan_tpu.families.ltx2.published import DISTILLED_SIGMAS
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.pipeline import load_pipeline
+from wan_tpu.pricing.host import host_seconds
 from wan_tpu.request import GenerationRequest
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -110,6 +111,15 @@ def test_whole_video_is_diffusers_with_noise_of_the_same_generator(folder, their
     assert np.abs(video.pixels - frames[0]).max() <= 2e-3
     with pytest.raises(InvalidInput, match="request"):
         next(pipe.decode(np.zeros((1, 16, 2, 3, 5), np.float32)))
+
+
+def test_noise_is_counted_where_the_decoder_takes_it():
+    """Five seconds at 1080p are 4.5 s of a core, which sixteen threads divide."""
+    spec = published_spec("ltx-2.5-distilled")
+    request = spec.plan(GenerationRequest(height=1088, width=1920, frames=121)).request
+    plain, with_noise = (host_seconds(each, request) for each in (spec, spec.with_decoder("diffusion")))
+    assert 4.5 / 16 < with_noise.pop("decoder") - plain.pop("decoder") < 4.5 / 8
+    assert plain == with_noise
 
 
 @pytest.mark.parametrize(

@@ -29,18 +29,16 @@ PROMPTS = {
     "nothing": ("", ""),
     "long": ("Дождь, 雨, مطر. " * 700, "blurred"),
 }
-# What diffusers' pipelines are called with for LTX-2.0, whose guidance they no longer have as a default.
-OF_20 = {
+OFF = {
+    "guidance_scale": 1.0,
     "stg_scale": 0.0,
     "modality_scale": 1.0,
     "guidance_rescale": 0.0,
-    "audio_guidance_scale": 4.0,
+    "audio_guidance_scale": 1.0,
     "audio_stg_scale": 0.0,
     "audio_modality_scale": 1.0,
     "audio_guidance_rescale": 0.0,
-    "use_cross_timestep": False,
 }
-OFF = OF_20 | {"guidance_scale": 1.0, "audio_guidance_scale": 1.0, "use_cross_timestep": True}
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +93,6 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
 
     theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
     options = {"num_inference_steps": 3, "guidance_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
-    if kind == "ltx-2":
-        options |= OF_20 | {"guidance_scale": 4.0}
     if kind.endswith("distilled"):
         options = OFF | {"sigmas": list(DISTILLED_SIGMAS)}
     if has_image:

@@ -114,7 +114,7 @@ def difference(ours, expected):
     [
         ("nothing", True),
         ("image", True),
-        # LTX-2.0 in diffusers is the only one where known tokens attend to the other stream as such.
+        # An option of diffusers, by which known tokens attend to the other stream as such.
         pytest.param("image", False, marks=pytest.mark.thorough),
         ("ends", True),
         pytest.param("ends", False, marks=pytest.mark.thorough),

@@ -248,6 +248,23 @@ def test_distilled_presets_have_the_noise_levels_that_they_were_trained_with(pre
     assert [lora.path.count("/") for lora in request.loras] == [2 + (preset == "fasth3")]
 
 
+@pytest.mark.parametrize("preset", ["turbo-4-sla", "fasth3-vsa"])
+def test_an_adapter_in_place_of_a_presets_own_keeps_no_sparse_attention_unsaid(preset):
+    own = SPEC.plan(GenerationRequest(prompt="a cat", preset=preset))
+    copy = f"/adapters/{own.request.loras[0].path.rpartition('/')[2]}"
+    for loras, warned in (([copy], 0), (["style.safetensors", copy], 0), (["style.safetensors"], 1)):
+        plan = SPEC.plan(GenerationRequest(prompt="a cat", preset=preset, loras=loras))
+        assert len(plan.warnings) - len(own.warnings) == warned
+    assert not SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4", loras=["style.safetensors"])).warnings
+
+
+def test_video_sparse_attention_without_gates_is_refused():
+    with pytest.raises(InvalidRequest) as refused:
+        SPEC.plan(GenerationRequest(prompt="a cat", preset="fasth3-vsa", loras=[]))
+    assert refused.value.field == "loras"
+    assert SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4-sla", loras=[])).warnings
+
+
 def test_sparse_attention_has_a_step_of_its_own_with_fewer_operations():
     """At 362 frames, dense attention is most of a step."""
     sparse, dense = (

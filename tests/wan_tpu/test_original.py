@@ -1,8 +1,12 @@
 """A request with a prompt only is made with the settings of the model's authors' program; `diffusers` has its own."""
 
+import inspect
 import math
 
+import diffusers
 import pytest
+from diffusers.modular_pipelines.minimax_h3 import before_denoise
+from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
 
 from wan_tpu import GenerationRequest
 from wan_tpu.families import list_published, published_spec
@@ -81,7 +85,68 @@ def test_prompt_alone_is_made_as_the_authors_program_makes_it(name):
 def test_preset_diffusers_has_the_schedulers_shift_and_no_negative_prompt(name):
     request = plan(name, preset="diffusers").request
     assert (request.shift, request.negative_prompt) == (DIFFUSERS_SHIFTS[name], "")
-    assert request.steps == plan(name).request.steps
+
+
+def find_pipeline(name):
+    """Return diffusers' pipeline for a published model."""
+    if name.startswith("helios"):
+        return diffusers.HeliosPipeline if name == "helios-base" else diffusers.HeliosPyramidPipeline
+    family = next(start for start in ("wan", "cogvideox", "hunyuan", "ltx") if name.startswith(start))
+    of_text, of_image = {
+        "wan": (diffusers.WanPipeline, diffusers.WanImageToVideoPipeline),
+        "cogvideox": (diffusers.CogVideoXPipeline, diffusers.CogVideoXImageToVideoPipeline),
+        "hunyuan": (diffusers.HunyuanVideo15Pipeline, diffusers.HunyuanVideo15ImageToVideoPipeline),
+        "ltx": (diffusers.LTX2Pipeline, diffusers.LTX2ImageToVideoPipeline),
+    }[family]
+    return of_text if "t2v" in published_spec(name).tasks else of_image
+
+
+# TurboWan and FastH3 aren't in diffusers. Its pipeline for LTX-2 has guided models' defaults alone.
+NOT_AS_SIGNED = ("turbowan", "fasth3", "minimax", "ltx-2-distilled", "ltx-2.3-distilled", "ltx-2.5-distilled")
+
+
+@pytest.mark.parametrize("name", [name for name in list_published() if not name.startswith(NOT_AS_SIGNED)])
+def test_preset_diffusers_has_the_defaults_of_its_pipeline(name):
+    spec, made = published_spec(name), plan(name, preset="diffusers")
+    signature = inspect.signature(find_pipeline(name).__call__)
+    theirs = {key: value.default for key, value in signature.parameters.items()}
+    names = {"height": "height", "width": "width", "frames": "num_frames", "steps": "num_inference_steps"}
+    names |= {"fps": "frame_rate"}
+    if name != "helios-distilled":  # diffusers warns that it ignores the scale, and applies it all the same.
+        names |= {"guidance_scale": "guidance_scale"}
+    expected = {ours: theirs.get(key) for ours, key in names.items()}
+    if "pyramid_num_inference_steps_list" in theirs:
+        expected["steps"] = sum(theirs["pyramid_num_inference_steps_list"])
+        assert not theirs["is_amplify_first_chunk"] and made.chunk_stops[0] == expected["steps"]
+    expected = {ours: value for ours, value in expected.items() if value is not None}  # None: the checkpoint's own.
+    assert "steps" in expected and {ours: getattr(made.request, ours) for ours in expected} == expected
+    assert made.request.guidance_scale_2 == made.request.guidance_scale and theirs["negative_prompt"] is None
+    if "ltx" in name:
+        assert theirs["use_cross_timestep"]
+        stg = [] if name == "ltx-2" else ["stg"]  # diffusers perturbs no layer of LTX-2.0.
+        rows = [
+            [
+                theirs[f"{part}guidance_scale"] - 1,
+                *(theirs[f"{part}{key}_scale"] for key in stg),
+                theirs[f"{part}modality_scale"] - 1,
+                theirs[f"{part}guidance_rescale"],
+            ]
+            for part in ("", "audio_")
+        ]
+        assert spec.schedule(made.request).guidance[0].tolist() == rows
+
+
+def test_preset_diffusers_has_the_defaults_of_its_blocks_for_minimax_h3():
+    request = plan("minimax-h3", preset="diffusers").request
+    inputs = {value.name: value.default for value in before_denoise.MiniMaxH3PrepareLayoutStep().inputs}
+    assert request.frames == inputs["num_frames"]
+    assert request.steps + 1 == InputParam.template("num_inference_steps").default  # The last point is the video.
+
+
+def test_size_of_preset_diffusers_takes_an_images_shape():
+    for name in ("wan2.2-i2v-a14b", "wan2.2-ti2v-5b"):
+        made = plan(name, (1280, 720), preset="diffusers").request
+        assert made.height > made.width and abs(made.height * made.width / (480 * 832) - 1) < 0.1
 
 
 @pytest.mark.parametrize("name", list_published())

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, load_pipeline, stages
@@ -10,6 +11,7 @@ from wan_tpu.aot.programs import AbstractRuntime
 from wan_tpu.data import Conditioning, DenoiseState
 from wan_tpu.families import list_published
 from wan_tpu.families.model import published_model
+from wan_tpu.families.shared.normal import draw_normal
 from wan_tpu.families.wan.published import TEXT_TOKENS
 from wan_tpu.media.image import to_uint8
 from wan_tpu.progress import Silent
@@ -135,3 +137,16 @@ def test_latents_are_rounded_to_bfloat16_after_they_are_denormalised(kind):
     assert placed.dtype == expected.dtype
     # Division and multiplication by the inverse are both published; some values lie between two of bfloat16.
     assert np.mean(placed != expected) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part_bits", [10, 16])  # Only the second power is beyond the recurrence's degree.
+def test_noise_of_several_threads_is_that_of_one(part_bits, dtype):
+    part = 1 << part_bits
+    for drawn in (0, 100, 1247):
+        for count in (5, part, 2 * part - 1, 3 * part + 7):
+            one, several = (torch.Generator("cpu").manual_seed(3) for _ in range(2))
+            for generator in (one, several):
+                torch.randn(drawn, generator=generator)
+            expected = torch.randn((1, count), generator=one, dtype=dtype)
+            assert torch.equal(draw_normal((1, count), several, dtype, part_bits), expected), (drawn, count)

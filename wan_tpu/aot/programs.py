@@ -112,7 +112,7 @@ def stage_programs(
     if DECODER in stages:
         chunks = runtime.model.latent_chunks(request)
         programs |= _sound(runtime, request) | _vae(
-            runtime, "decoder", chunks, runtime.model.decoder_noise_shape(request)
+            runtime, "decoder", chunks, runtime.model.spec.decoder_noise_shape(request)
         )
     return programs
 

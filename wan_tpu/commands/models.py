@@ -37,7 +37,7 @@ def models(argv: Sequence[str]) -> None:
     presets = [f"{', '.join(models)}: {', '.join(names)}" for names, models in _group_by_presets(rows).items() if names]
     _print_paragraphs(
         "These are the settings of the models' own programs, preset original, which is used without one. Preset "
-        "diffusers has those of diffusers. --json says where they are from. More presets:",
+        "diffusers has the defaults of diffusers' pipelines. --json says where they are from. More presets:",
         *presets,
         "Sizes are WIDTHxHEIGHT. All commands take these names and the models' hub ids (--hub_ids lists them); those "
         "that make videos also take a diffusers directory, here or in gs://.",

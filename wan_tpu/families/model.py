@@ -378,17 +378,8 @@ class Model(SeededNoise, abc.ABC):
         """Return the sound of a request's video, float32 [channels, samples], where it is given, not made."""
         return None
 
-    @property
-    def begins_decoder_with_noise(self) -> bool:
-        """Whether the decoder takes noise with the latents; none does by default."""
-        return False
-
-    def decoder_noise_shape(self, request: ResolvedRequest) -> tuple[int, ...] | None:
-        """Return the shape of that noise; None if it takes none."""
-        return (1, 3, request.frames, request.height, request.width) if self.begins_decoder_with_noise else None
-
     def draw_decoder_noise(self, request: ResolvedRequest, dtype: torch.dtype) -> torch.Tensor:
-        """Draw that noise for a request's seed, on the host; called only if there is a shape."""
+        """Draw the decoder's noise for a request's seed, on the host; called only if it takes any."""
         raise NotImplementedError
 
     def vae_latents(self, latents: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ def decoder_inputs(runtime: Runtime[Model], latents: np.ndarray, noise: np.ndarr
     Raises:
         InvalidInput: The decoder begins with noise, and there is none.
     """
-    if noise is None and runtime.model.begins_decoder_with_noise:
+    if noise is None and runtime.model.spec.begins_decoder_with_noise:
         raise InvalidInput("this model's decoder begins with noise drawn from the request's seed; give the request")
     dtype = runtime.model.latents_dtype or DTYPES[runtime.dtype]
     scaled = runtime.model.vae_latents(latents).astype(dtype)

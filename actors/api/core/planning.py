@@ -227,7 +227,13 @@ class RequestPlanner:
 def choose_adapters(body: CreateVideo, spec: ModelSpec, catalogue: Catalogue) -> list[dict[str, Any]]:
     """Return a request's adapters by name: its own, or else those of its preset; raises `InvalidRequest`."""
     adapters = [] if body.preset is None else catalogue.get_preset_adapters(body.preset, spec)
-    return adapters if body.loras is None else [adapter.model_dump() for adapter in body.loras]
+    if body.loras is None:
+        return adapters
+    if spec.needs_adapter(body.preset) and body.preset not in {adapter.name for adapter in body.loras}:
+        raise InvalidRequest(
+            f"preset {body.preset} needs the adapter of its name; leave loras out, or give that one, too", "loras"
+        )
+    return [adapter.model_dump() for adapter in body.loras]
 
 
 def make_request(

@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 
 from actors.api.catalogue import Catalogue
+from actors.api.core.create_video import Adapter, CreateVideo
+from actors.api.core.planning import choose_adapters
 from tests.actors.api import serving
 from tests.actors.api.serving import create, open_client, serve, wait_for_end
 from tests.actors.small_spec import SmallSpec
-from wan_tpu.errors import InvalidInput
+from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families import published_spec
 from wan_tpu.request import CheckpointOverrides, Preset
 from wan_tpu.requested_adapter import RequestedAdapter
@@ -155,6 +157,18 @@ def test_an_adapter_that_is_taken_from_the_catalogue_fails_its_jobs_by_name(offe
         with serving.working(without, engine):
             ended = wait_for_end(http, job)
         assert ended["status"] == "failed" and "no adapter 'style'" in ended["error"]["message"]
+
+
+def test_a_preset_that_needs_its_adapter_is_refused_without_it():
+    spec, catalogue = published_spec("minimax-h3"), Catalogue.parse(["style=s.safetensors", "fasth3-vsa=f.safetensors"])
+    fields = {"prompt": "a cat", "preset": "fasth3-vsa"}
+    for names in (None, ["style", "fasth3-vsa"]):
+        loras = None if names is None else [Adapter(name=name) for name in names]
+        chosen = choose_adapters(CreateVideo(**fields, loras=loras), spec, catalogue)
+        assert [adapter["name"] for adapter in chosen] == (names or ["fasth3-vsa"])
+    with pytest.raises(InvalidRequest) as refused:
+        choose_adapters(CreateVideo(**fields, loras=[Adapter(name="style")]), spec, catalogue)
+    assert refused.value.field == "loras"
 
 
 def test_a_catalogue_is_read_from_what_an_operator_gives():

@@ -120,8 +120,10 @@ def defaults(config: CogVideoXConfig) -> Defaults:
 
 
 def diffusers_defaults(config: CogVideoXConfig) -> Defaults:
-    """Return the settings with the checkpoint's scheduler, which diffusers takes."""
-    return replace(defaults(config), solver=config.solver)
+    """Return the defaults of diffusers' pipelines, with the checkpoint's scheduler; from an image, 49 frames."""
+    settings = replace(defaults(config), solver=config.solver)
+    from_image = config.transformer["in_channels"] > config.vae["latent_channels"]
+    return replace(settings, frames=49) if from_image else settings
 
 
 def source(config: CogVideoXConfig) -> str:

@@ -137,8 +137,9 @@ def defaults(config: HeliosConfig) -> Defaults:
 
 
 def diffusers_defaults(config: HeliosConfig) -> Defaults:
-    """Return the settings without a negative prompt, as of diffusers' pipeline."""
-    return replace(defaults(config), negative_prompt="")
+    """Return the defaults of diffusers' HeliosPipeline, or HeliosPyramidPipeline: ten steps at each size."""
+    steps = 50 if config.pyramid.stages == 1 else 10 * config.pyramid.stages
+    return replace(defaults(config), frames=132, steps=steps, negative_prompt="")
 
 
 def source(config: HeliosConfig) -> str:

@@ -129,9 +129,14 @@ class HeliosSpec(FamilySpec):
         return not self.config.distilled and super().is_guided(request)
 
     def pyramid_stages(self, request: ResolvedRequest, chunk: int) -> list[PyramidStage]:
-        """Return the stages of a chunk; the first chunk of a distilled model has twice as many steps."""
+        """Return the stages of a chunk."""
         shape, each = self.latent_shape(request), request.steps // self.sizes
-        return _list_stages(self.config.pyramid, shape, self.patch, each, chunk)
+        amplified = chunk == 0 and self._amplifies_first(request)
+        return list_stages(self.config.pyramid, shape, self.patch, (each,) * self.sizes, amplified=amplified)
+
+    def _amplifies_first(self, request: ResolvedRequest) -> bool:
+        """Return whether the first chunk has twice as many steps, as a distilled model's authors have it."""
+        return self.config.distilled and not self.follows_diffusers(request)
 
     def experts(self, request: ResolvedRequest) -> tuple[Expert, ...]:
         """Return the only expert, once for each chunk and each size at which it denoises."""
@@ -150,15 +155,8 @@ class HeliosSpec(FamilySpec):
             request.frames // self.frame_step,
             request.guidance_scale if self.is_guided(request) else None,
             scaled_guidance=self.config.scaled_guidance,
+            amplifies_first=self._amplifies_first(request),
         )
-
-
-def _list_stages(
-    pyramid: PyramidConfig, shape: tuple[int, ...], patch: tuple[int, ...], steps: int, chunk: int
-) -> list[PyramidStage]:
-    """Return the stages of a chunk; the first chunk of a distilled model has twice as many steps."""
-    amplified = pyramid.solver == "dmd" and chunk == 0
-    return list_stages(pyramid, shape, patch, (steps,) * pyramid.stages, amplified=amplified)
 
 
 @functools.lru_cache(maxsize=64)
@@ -182,6 +180,7 @@ def _join_schedules(
     scale: float | None,
     *,
     scaled_guidance: bool,
+    amplifies_first: bool,
 ) -> Schedule:
     """Return the schedule of all chunks.
 
@@ -191,6 +190,7 @@ def _join_schedules(
         steps: Steps at each size.
         scale: The scale of guidance; None without guidance.
         scaled_guidance: Whether guidance is CFG-Zero*.
+        amplifies_first: Whether the first chunk has twice as many steps.
     """
 
     def guide(schedule: Schedule, *, is_smallest: bool) -> Schedule:
@@ -200,11 +200,12 @@ def _join_schedules(
         zero = _ZERO_STEPS if is_smallest and scale is not None else 0
         return schedule.with_guidance(np.stack([scales, np.arange(schedule.steps) >= zero], axis=1))
 
+    each = (steps,) * pyramid.stages
     first, later = (
         [
             guide(stage.schedule, is_smallest=i == 0)
-            for i, stage in enumerate(_list_stages(pyramid, shape, patch, steps, chunk))
+            for i, stage in enumerate(list_stages(pyramid, shape, patch, each, amplified=amplified))
         ]
-        for chunk in (0, 1)
+        for amplified in (amplifies_first, False)
     )
     return functools.reduce(Schedule.followed_by, [*first, *later * (chunks - 1)])

@@ -7,7 +7,7 @@ PIPELINE_CONFIGS in hyvideo/commons/__init__.py, and length and aspect ratio fro
 github.com/Tencent-Hunyuan/HunyuanVideo-1.5 at 60783e70.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wan_tpu.families.hunyuan15.sizes import default_size
@@ -118,7 +118,9 @@ def defaults(config: HunyuanConfig) -> Defaults:
     )
 
 
-diffusers_defaults = defaults
+def diffusers_defaults(config: HunyuanConfig) -> Defaults:
+    """Return the defaults of diffusers' pipelines: 50 steps for a model that was distilled for fewer, too."""
+    return replace(defaults(config), steps=50)
 
 
 def source(config: HunyuanConfig) -> str:

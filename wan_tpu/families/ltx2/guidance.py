@@ -33,17 +33,17 @@ class Guidance:
     """The strengths of a model's guidance in addition to a request's `guidance_scale`, which is the video's.
 
     Attributes:
-        audio_scale: The scale of the sound; None for the request's.
+        audio_scale: The scale of the sound.
         perturbation: The scale of guidance away from perturbed layers (STG); 0 for none.
-        modality: The scale of guidance away from video and sound that don't attend to each other; 1 for none.
+        modality: The scale of guidance away from video and sound that don't attend to each other.
         rescale: How much of the deviation of the prompt's own clean estimate is restored.
         image_noise: The part of a step's noise that an image's tokens count with when the deviations are measured.
     """
 
-    audio_scale: float | None = None
-    perturbation: float = 0.0
-    modality: float = 1.0
-    rescale: float = 0.0
+    audio_scale: float
+    perturbation: float
+    modality: float
+    rescale: float
     image_noise: float = 0.0
 
 
@@ -51,9 +51,10 @@ class Guidance:
 # image's tokens have timestep 0 there, and so are clean: `X0Model` of ltx_core/model/transformer/model.py, ltx-core
 # 1.0.0.
 _LIGHTRICKS = Guidance(audio_scale=7.0, perturbation=1.0, modality=3.0, rescale=0.7)
-# diffusers 0.42.1 has the same defaults for LTX-2.3, and takes an image's tokens to be as noisy as all others. For
-# LTX-2.0, diffusers 0.37 had guidance by the negative prompt only.
+# diffusers 0.42.1 has the same defaults, and takes an image's tokens to be as noisy as all others. Its transformer
+# perturbs no layer of LTX-2.0.
 _DIFFUSERS_23 = replace(_LIGHTRICKS, image_noise=1.0)
+_DIFFUSERS_20 = replace(_DIFFUSERS_23, perturbation=0.0)
 # The layers, of 48, that are perturbed in LTX-2.0 and in LTX-2.3, from the same file of ltx-pipelines.
 _PERTURBED_20, _PERTURBED_23 = 29, 28
 
@@ -62,14 +63,20 @@ def guidance_of(config: Ltx2Config, *, follows_diffusers: bool) -> Guidance:
     """Return the guidance of a model by the rules of its authors or of diffusers."""
     if not follows_diffusers:
         return _LIGHTRICKS
-    return _DIFFUSERS_23 if config.transformer["perturbed_attn"] else Guidance()
+    return _DIFFUSERS_23 if config.transformer["perturbed_attn"] else _DIFFUSERS_20
 
 
 def evaluations(config: Ltx2Config, count: int) -> tuple[Evaluation, ...]:
-    """Return the first `count` evaluations of a step: the prompt's, the negative prompt's, perturbed, isolated."""
+    """Return the evaluations of a step: the prompt's, the negative prompt's, of four the perturbed one, the isolated.
+
+    Args:
+        config: The model's configuration.
+        count: How many there are: one without guidance, otherwise three or four.
+    """
     layers = config.transformer["num_layers"]
-    perturbed = ((_PERTURBED_23 if is_23(config) else _PERTURBED_20) * layers // 48,)
-    return (Evaluation(), Evaluation(1), Evaluation(perturbed_blocks=perturbed), Evaluation(is_isolated=True))[:count]
+    block = (_PERTURBED_23 if is_23(config) else _PERTURBED_20) * layers // 48
+    perturbed = (Evaluation(perturbed_blocks=(block,)),) * (count - 3)
+    return (Evaluation(), Evaluation(1), *perturbed, Evaluation(is_isolated=True))[:count]
 
 
 def combine(velocities: Any, latents: Any, sigma: Any, scales: Any, noise: Any) -> Any:

@@ -33,7 +33,7 @@ from wan_tpu.families.ltx2 import (
     upsampler,
     vae,
 )
-from wan_tpu.families.ltx2.config import Ltx2Config, is_23, is_25
+from wan_tpu.families.ltx2.config import Ltx2Config, is_25
 from wan_tpu.families.ltx2.flops import Ltx2Flops
 from wan_tpu.families.ltx2.guidance import combine, evaluations, guidance_of
 from wan_tpu.families.ltx2.spec import AUDIO_STRIDE, OVERLAP, REFINE, VOICE_ENCODER, Ltx2Spec
@@ -42,6 +42,7 @@ from wan_tpu.families.model import Model, StepInputs
 from wan_tpu.families.shared.causal_vae import CausalChunks, Chunks
 from wan_tpu.families.shared.family_spec import DENOISE
 from wan_tpu.families.shared.flop_count import Flops
+from wan_tpu.families.shared.normal import draw_normal
 from wan_tpu.families.shared.resampling import read_soundtrack
 from wan_tpu.families.shared.token_counts import Cut
 from wan_tpu.plan import AUDIO, SECONDS, VIDEO, Expert, PromptText
@@ -293,18 +294,15 @@ class Ltx2Model(Model):
     ) -> dict[str, np.ndarray]:
         """Return the rotary tables of the request's tokens, whose positions are seconds and pixels.
 
-        With them come the parts of a step's noise that an image's tokens count with, float32 [2]: when guidance is
-        rescaled, and in the attention between video and sound; and whether the first latent frame is marked.
+        With them come the part of a step's noise that an image's tokens count with when guidance is rescaled, float32
+        [], and whether the first latent frame is marked.
         """
         _, count, _ = self.spec.audio_shape(request)
         frames, height, width = latent_shape[2:]
         tables = positions.make_tables(self.config.transformer, (frames, height, width), count, request.fps)
         follows_diffusers = self.spec.follows_diffusers(request)
         in_guidance = guidance_of(self.config, follows_diffusers=follows_diffusers).image_noise
-        # ltx-core 1.0.0 modulates this attention by the sound's timestep (ltx_core/model/transformer/
-        # transformer_args.py); diffusers does so for LTX-2.3 only.
-        in_attention = 1.0 if is_23(self.config) or not follows_diffusers else 0.0
-        rules = {_IMAGE_NOISE: np.array([in_guidance, in_attention], np.float32)}
+        rules = {_IMAGE_NOISE: np.array(in_guidance, np.float32)}
         if self.config.transformer["use_keyframes_abs_pos_embedding"]:
             # Lightricks always marks the first latent frame: ltx_core/tools.py of github.com/Lightricks/LTX-2 at
             # 400fd310. diffusers' pipelines for text and images don't.
@@ -347,14 +345,10 @@ class Ltx2Model(Model):
             if picture.shape[3:] == latents.shape[3:]:
                 seen = latents.at[:, :, :1].set(picture)
         of_video, of_audio = known.Ends(*frames, latents.shape[2]), known.Ends(*sounds, sound.shape[1])
-        in_guidance, in_attention = keys[_IMAGE_NOISE]
+        in_guidance = keys[_IMAGE_NOISE]
         times, audio_times = of_video.choose_times(time), of_audio.choose_times(time)
         # The sound's text is that of a sound without noise if all of it is given.
         audio_time = audio_times if len(audio_times) == 1 else time[None]
-        cross_times, cross_audio_times = audio_time, time[None]
-        if not is_23(self.config):
-            cross_times = in_attention * audio_time + (1 - in_attention) * times
-            cross_audio_times = in_attention * time + (1 - in_attention) * audio_times
         videos, audios = transformer.predict(
             module,
             params,
@@ -362,7 +356,9 @@ class Ltx2Model(Model):
             seen.astype(dtype),
             heard[0].astype(dtype),
             transformer.Conditions(
-                Times(times, audio_times, cross_times, cross_audio_times, time[None], audio_time),
+                # Each stream attends to the other one by that one's timestep: ltx_core/model/transformer/
+                # transformer_args.py of ltx-core 1.0.0, and `use_cross_timestep` of diffusers.
+                Times(times, audio_times, audio_time, time[None], time[None], audio_time),
                 keys["text"],
                 keys["audio_text"],
                 rope,
@@ -418,20 +414,15 @@ class Ltx2Model(Model):
             return vae.decoder_chunks(self.config, module, mesh)
         return diffusion_decoder.DiffusionChunks(self.config.diffusion_decoder, module, mesh)
 
-    @property
-    def begins_decoder_with_noise(self) -> bool:
-        """Whether it is the diffusion decoder, which turns noise into pixels."""
-        return self.config.diffusion_decoder is not None
-
     def draw_decoder_noise(self, request: ResolvedRequest, dtype: torch.dtype) -> torch.Tensor:
         """Draw the diffusion decoder's noise, after that of all stages' latents."""
         generator = torch.Generator("cpu").manual_seed(request.seed)
         self._draw_first(request, generator)
         for expert in self.spec.experts(request)[1:]:
             self._draw_again(request, expert, generator)
-        shape = self.decoder_noise_shape(request)
+        shape = self.spec.decoder_noise_shape(request)
         assert shape is not None
-        return torch.randn(shape, generator=generator, dtype=dtype)
+        return draw_normal(shape, generator, dtype)
 
     def decode_sound(self, component: str, module: torch.nn.Module, params: Params, value: jax.Array) -> jax.Array:
         """Decode latents [1, A, C] as a mel spectrogram, and that as samples [2, samples]."""

@@ -197,10 +197,8 @@ def two_stages(config: Ltx2Config, defaults: Defaults) -> Preset:
 
 
 def diffusers_defaults(config: Ltx2Config) -> Defaults:
-    """Return diffusers' sampling settings for a model; of distilled ones, only the solver differs."""
-    if config.distilled:
-        return _distilled_defaults(config)
-    return _make_defaults(512, 768, 30, 3.0) if is_23(config) else _make_defaults(512, 768, 40, 4.0)
+    """Return the defaults of diffusers' LTX2Pipeline, which hold for guided models; of others, the solver differs."""
+    return _distilled_defaults(config) if config.distilled else _make_defaults(512, 768, 30, 3.0)
 
 
 def _distilled_defaults(config: Ltx2Config) -> Defaults:

@@ -298,6 +298,11 @@ class Ltx2Spec(FamilySpec):
         """Return L, the video's tokens."""
         return math.prod(latent_shape[2:])
 
+    @property
+    def begins_decoder_with_noise(self) -> bool:  # type: ignore[override]
+        """Whether it is the diffusion decoder, which turns noise into pixels."""
+        return self.config.diffusion_decoder is not None
+
     def decoder_chunks(self, latent_frames: int) -> tuple[int, ...]:
         """Return a single chunk with all frames, because the decoder looks ahead."""
         return (latent_frames,)
@@ -507,9 +512,9 @@ class Ltx2Spec(FamilySpec):
         if not self.is_guided(request):
             return np.zeros((2, 1))
         guidance = guidance_of(self.config, follows_diffusers=self.follows_diffusers(request))
-        extra_scales = (guidance.perturbation, guidance.modality - 1) if guidance.perturbation else ()
-        scales = request.guidance_scale, guidance.audio_scale or request.guidance_scale
-        return np.array([(scale - 1, *extra_scales, guidance.rescale) for scale in scales])
+        perturbation = (guidance.perturbation,) if guidance.perturbation else ()
+        extra_scales = (*perturbation, guidance.modality - 1, guidance.rescale)
+        return np.array([(scale - 1, *extra_scales) for scale in (request.guidance_scale, guidance.audio_scale)])
 
     def schedules(self, request: ResolvedRequest) -> dict[str, Schedule]:
         """Return the schedule of the video, which is also the sound's.

@@ -177,7 +177,7 @@ def read_known(
             noised = unpatchify(rows[0, token : token + tokens], noise.shape, patch)
             sound = rows[0, voice : voice + voices, : config.audio_vae["latent_channels"]]
             latents = (noised - (np.float32(1) - time) * noise) / time
-            yield Known(size.kind == GOAL, latents, sound.reshape(2, size.voices, -1))
+            yield Known(size.kind == GOAL, latents, sound.reshape(2, size.voices, sound.shape[1]))
         token, voice = token + tokens, voice + voices
 
 

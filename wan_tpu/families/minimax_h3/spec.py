@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import PurePath
 from typing import ClassVar, Self, TypeVar
 
 import numpy as np
@@ -84,6 +85,10 @@ class MiniMaxH3Spec(FamilySpec):
         if self.config.fasth3 is not None:
             return self.config.fasth3.sparsity
         return sampling.SPARSITIES.get(request.preset or "")
+
+    def needs_adapter(self, preset: str | None) -> bool:
+        """Return whether a preset's adapter holds the gates of video sparse attention."""
+        return self.config.fasth3 is None and preset in sampling.SPARSITIES
 
     optional_stages = frozenset([DENOISE_REFERENCES])
 
@@ -285,6 +290,12 @@ class MiniMaxH3Spec(FamilySpec):
                 "first one; leave the preset out",
                 "preset",
             )
+        if self.needs_adapter(request.preset) and not request.loras:
+            raise InvalidRequest(
+                f"preset {request.preset} is for video sparse attention, whose gates are in its adapter; leave loras "
+                "out, or give that adapter, too",
+                "loras",
+            )
         count = self._count_text(request, image + last)
         if count is not None and count.cut is not None and not self.may_cut(request):
             raise count.cut.refuse("prompt")
@@ -296,9 +307,19 @@ class MiniMaxH3Spec(FamilySpec):
         return super().images_of(request)
 
     def list_warnings(self, request: ResolvedRequest, *, images: int) -> Iterator[str]:
-        """Yield what every model does, stretched references, and the cut if the prompt is too long."""
+        """Yield what every model does, stretched references, a replaced adapter, and the cut of a long prompt."""
         yield from super().list_warnings(request, images=images)
         preset, kinds = self.presets.get(request.preset or ""), {one.kind for one in request.references or ()}
+        if preset is not None and (self.attention_density(request) is not None or self.needs_adapter(request.preset)):
+            own = dict(preset.settings).get("loras", ())
+            # A copy of its file may be anywhere.
+            files = [{PurePath(adapter.path).name for adapter in adapters} for adapters in (own, request.loras)]
+            if own and files[0].isdisjoint(files[1]):
+                given = ", ".join(map(str, request.loras)) or "none"
+                yield (
+                    f"preset {request.preset} has sparse attention, for which {own[0]} was trained; loras is {given}: "
+                    "leave it out, or give that adapter, too"
+                )
         if preset is not None and preset.with_references and "image" in kinds and request.reference_size != MATCH:
             yield f"preset {request.preset} was trained with images of the video's size: reference_size {MATCH}"
         for number, reference in enumerate(request.references or (), 1):

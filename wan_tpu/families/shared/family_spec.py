@@ -8,7 +8,16 @@ from typing import Any, ClassVar, Protocol, Self
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.plan import Expert
-from wan_tpu.request import DIFFUSERS, NO_OVERRIDES, ORIGINAL, CheckpointOverrides, Defaults, Preset, ResolvedRequest
+from wan_tpu.request import (
+    DIFFUSERS,
+    NO_OVERRIDES,
+    ORIGINAL,
+    CheckpointOverrides,
+    Defaults,
+    GenerationRequest,
+    Preset,
+    ResolvedRequest,
+)
 from wan_tpu.spec import ModelSpec
 
 _DIFFUSERS = "https://github.com/huggingface/diffusers/tree/v0.42.1/src/diffusers/pipelines"
@@ -25,7 +34,7 @@ class Publication(Protocol):
         """Return the sampling settings of the program that a model's authors published."""
 
     def diffusers_defaults(self, config: Any) -> Defaults | None:
-        """Return the sampling settings of diffusers' pipeline for a model, or None if there is none."""
+        """Return the defaults of diffusers' pipeline for a model, or None if there is none."""
 
     def source(self, config: Any) -> str:
         """Return the address of the authors' program."""
@@ -84,11 +93,23 @@ class FamilySpec(ModelSpec):
         presets = {ORIGINAL: Preset("what the model's authors' program makes", self.published.source(self.config), ())}
         if diffusers is not None:
             own = dict(self.overrides.defaults)
-            names = [field.name for field in dataclasses.fields(Defaults) if field.name not in own]
+            # `defaults_for` has the size, which an image's shape may change.
+            names = [
+                field.name for field in dataclasses.fields(Defaults) if field.name not in ("height", "width", *own)
+            ]
             pairs = [(name, getattr(diffusers, name)) for name in names]
             settings = tuple((name, value) for name, value in pairs if value != getattr(authors, name))
-            presets[DIFFUSERS] = Preset("what diffusers makes", _DIFFUSERS, settings)
+            presets[DIFFUSERS] = Preset("the defaults of diffusers' pipeline", _DIFFUSERS, settings)
         return {**presets, **self.few_step_presets, **super().presets}
+
+    def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
+        """Return the settings that fill a request's open fields; the preset `DIFFUSERS` has diffusers' size."""
+        diffusers = self.published.diffusers_defaults(self.config)
+        if request.preset != DIFFUSERS or diffusers is None:
+            return super().defaults_for(request, picture)
+        own = {"height": diffusers.height, "width": diffusers.width, **dict(self.overrides.defaults)}
+        spec = dataclasses.replace(self, overrides=dataclasses.replace(self.overrides, defaults=tuple(own.items())))
+        return super(FamilySpec, spec).defaults_for(request, picture)
 
     @property
     def few_step_presets(self) -> Mapping[str, Preset]:

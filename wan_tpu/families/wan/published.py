@@ -219,10 +219,23 @@ def defaults(config: WanConfig) -> Defaults:
 
 
 def diffusers_defaults(config: WanConfig) -> Defaults | None:
-    """Return the settings with the shift of the checkpoint's scheduler, which diffusers takes; it has no TurboWan."""
+    """Return the defaults of diffusers' WanPipeline and WanImageToVideoPipeline; there is none for TurboWan.
+
+    The shift is that of the checkpoint's scheduler.
+    """
     if config.attention_density is not None:
         return None
-    return replace(defaults(config), shift=config.shift, negative_prompt="")
+    return replace(
+        defaults(config),
+        height=480,
+        width=832,
+        frames=81,
+        steps=50,
+        guidance_scale=5.0,
+        guidance_scale_2=5.0,
+        shift=config.shift,
+        negative_prompt="",
+    )
 
 
 def has_published_shift(config: WanConfig) -> bool:

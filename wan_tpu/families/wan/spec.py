@@ -128,7 +128,7 @@ class WanSpec(FamilySpec):
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
         """Return the settings that fill a request's open fields; the shift of Wan 2.1 I2V depends on the size."""
         settings = super().defaults_for(request, picture)
-        if not self._shift_follows_size or request.preset == DIFFUSERS:
+        if not self._shift_follows_size or self.follows_diffusers(request):
             return settings
         area = (request.height or settings.height) * (request.width or settings.width)
         shift = published.SHIFT_480P if area <= published.AREA_480P else published.SHIFT_720P
