@@ -1,5 +1,6 @@
 """Segments that begin with the end of the one before, motion and sound included, or with its last frame alone."""
 
+import itertools
 import wave
 from typing import ClassVar
 
@@ -364,9 +365,15 @@ def test_an_end_made_in_fewer_stages_is_read_from_its_file(http, engine):
 def test_short_segment_is_not_made_again_between_others():
     """All of its frames are those of the others, and a redo can't have more."""
     spec = published_spec("ltx-2.3-distilled")
-    again = Redo(2, 9, ("first", None, "third"), ("end", "end-2")).to_stored()
-    job = make_job(next_prompts=["on", "on"], redo=again)
-    for frames in (57, 65):
+    second = Redo(2, 9, ("first", None, "third"), ("end", "end-2")).to_stored()
+    first = Redo(1, 9, (None, "second"), ("end",)).to_stored()
+    extension = {"next_prompts": ["on"], "redo": first, "input_video": "video", "source_frames": 65}
+    jobs = [
+        make_job(next_prompts=["on", "on"], redo=second),
+        make_job(**extension, end_file="old end"),
+        make_job(**extension),
+    ]
+    for job, frames in itertools.product(jobs, (57, 65)):
         plan = spec.plan(GenerationRequest(prompt="a", frames=frames, height=512, width=768))
         if frames == 65:
             check_motion(job, spec, plan.request)
