@@ -187,7 +187,8 @@ def test_references_and_videos_in_a_bucket(bucket, tmp_path):
     files.write("in/cat.png", PHOTO.read_bytes())
     files.write("in/song.wav", sound.read_bytes())
     files.write("in/clip.mp4", clip.read_bytes())
-    seen = {"prompt": "", "references": ["image:in/cat.png", {"kind": "audio", "source": files.location("in/song.wav")}]}
+    sound_there = {"kind": "audio", "source": files.location("in/song.wav")}
+    seen = {"prompt": "", "references": ["image:in/cat.png", sound_there]}
     files.write("seen.jsonl", json.dumps(seen).encode())
     files.write("shown.jsonl", b'{"prompt": "", "video": "in/clip.mp4"}')
 

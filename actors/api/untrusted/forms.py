@@ -72,8 +72,8 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
             return
         if _split_name(name)[0] not in files:
             raise InvalidRequest(
-                f"the field {name[:80]!r} is a file, but only {', '.join(files)} may be files; send it as one of these, or "
-                "without a filename",
+                f"the field {name[:80]!r} is a file, but only {', '.join(files)} may be files; send it as one of "
+                "these, or without a filename",
                 name,
             )
         is_url = content[:8].lower().startswith(_URLS)  # LiteLLM sends a URL as a file's content.

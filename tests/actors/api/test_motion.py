@@ -300,14 +300,14 @@ class SoundtrackSpec(MotionSpec):
     most_references = 0
 
 
-def test_a_given_sound_becomes_the_video_s(http, engine, database, tmp_path):
+def test_a_given_sound_becomes_the_video_s(http, engine, tmp_path):
     sound = send_sound(tmp_path)
     look = {"type": "image_url", "image_url": {"url": picture()}}
     video = wait_for_video(http, create(http, input_references=[sound, look], audio_mode="lock_source"))
     kinds = [(reference.kind, reference.samples > 0) for reference in engine.requests[0].references]
     assert kinds == [("soundtrack", True), ("image", False)]
     assert engine.requests[0].references[0].source.samples == 16000
-    assert JobStore(database).get(video["id"]).request["audio_mode"] == "lock_source"
+    assert (video["references"], video["audio_mode"]) == (["audio", "image"], "lock_source")
     wait_for_video(http, create(http, input_references=[sound], audio_mode="lock_source"))
     for fields, blamed in (
         ({"input_references": [look]}, "audio_mode"),
