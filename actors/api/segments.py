@@ -69,7 +69,8 @@ def check_motion(job: Job, spec: ModelSpec, first: ResolvedRequest) -> None:
     if continues_motion(job):
         kinds, redo = [TAIL], read_redo(job.request)
         if redo is not None:
-            kinds = [TAIL] * (redo.begins_with is not None) + [GOAL] * (redo.ends_with is not None)
+            goes_on = redo.begins_with is not None or job.input_video is not None  # From a segment, or from a video.
+            kinds = [TAIL] * goes_on + [GOAL] * (redo.ends_with is not None)
         try:
             check_segment(spec, continue_request(first, first.prompt, 1, motion=True), motion=True, kinds=kinds)
         except InvalidRequest as error:

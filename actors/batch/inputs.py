@@ -5,12 +5,15 @@ import hashlib
 import io
 import os
 import posixpath
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.media.image import decode_image, load_image
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.requested_adapter import parse_adapter
 from wan_tpu.storage.addresses import KINDS, is_bucket, split_bucket, split_location
 from wan_tpu.storage.base import StorageError
@@ -65,13 +68,39 @@ def resolve_image(image: object, folder: str) -> str:
 
 
 def resolve_reference(reference: object, folder: str) -> object:
-    """Return a reference, KIND:PATH or its fields, with an absolute path; raises `InvalidInput`."""
+    """Return the fields of a reference, with an absolute path or an address; raises `InvalidInput`."""
     if isinstance(reference, str) and ":" in reference:
-        kind, _, path = reference.partition(":")
-        return f"{kind}:{resolve_image(path, folder)}"
+        kind, _, source = reference.partition(":")
+        reference = {"kind": kind, "source": source}
     if isinstance(reference, dict) and isinstance(reference.get("source"), str):
         return reference | {"source": resolve_image(reference["source"], folder)}
     return reference  # What it is, `GenerationRequest` says.
+
+
+def read_files(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a request's fields with the content of what is in buckets, of its video and references, and its digests.
+
+    Raises:
+        StorageError: It can't be read.
+        InvalidRequest: An image is damaged or too large.
+    """
+    read, digests = dict(fields), list[str]()
+
+    def open_source(kind: object, source: object) -> object:
+        if not isinstance(source, str) or not is_bucket(source):
+            return source
+        content = read_bytes(source)
+        digests.append(hashlib.sha256(content).hexdigest())
+        return decode_image(io.BytesIO(content), source) if kind == "image" else VideoContent(content)
+
+    if "video" in read:
+        read["video"] = open_source("video", read["video"])
+    if isinstance(read.get("references"), list):
+        read["references"] = [
+            one | {"source": open_source(one.get("kind"), one.get("source"))} if isinstance(one, dict) else one
+            for one in read["references"]
+        ]
+    return read, digests
 
 
 def resolve_adapter(adapter: object, folder: str) -> object:

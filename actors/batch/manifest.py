@@ -3,8 +3,8 @@
 A line has the fields of `GenerationRequest`, and
     prompt  is needed; it may be empty
     id      names the request in results and logs; if omitted, it is derived from the line, the same each time
-    video   a local path that every host of the encoder has
-    image, last_image  local paths or addresses in gs:// or s3://; relative ones start at the manifest's folder
+    image, last_image, references, video  local paths, or addresses in gs:// or s3://; relative ones start at the
+            manifest's folder; every host of the encoder has the local files of references and video
     loras   relative paths may be below that folder, too
     next_prompts, continue_by  segments that continue the video, and how
     output  the mp4's name in the output folder; "<id>.mp4" if omitted
@@ -26,6 +26,7 @@ from actors.batch.inputs import (
     Picture,
     explain,
     read_bytes,
+    read_files,
     read_picture,
     resolve_adapter,
     resolve_image,
@@ -50,6 +51,7 @@ from wan_tpu.storage.addresses import absolute, is_bucket, split_location
 _READERS = 4  # Images read at a time: enough to hide a bucket's latency, few enough to hold in memory.
 _CHUNK = 1000  # Lines whose images are read together.
 _TEXTS = ("prompt", "negative_prompt", "seed")  # Fields that only a plan's own texts and seed depend on.
+_IN_BUCKETS = "files_in_buckets"  # What decides a video beside its fields: digests of its video and references there.
 _NO_IMAGES: Mapping[str, Picture] = MappingProxyType({})
 _MAX_SETTINGS = 4096  # Distinct settings remembered; lines usually differ only in texts, seeds and files.
 
@@ -70,11 +72,14 @@ class LineSettings:
     planner: MakePlan
     fields: Mapping[str, Any]  # The fields of `GenerationRequest` that the lines share.
     decides: Mapping[str, Any]  # The same fields as plain JSON values.
-    sources: tuple[Source, ...]  # The video and the adapters, including those of a preset.
+    sources: tuple[Source, ...]  # Local files of video and references, and the adapters, including those of a preset.
 
     def plan(self, texts: Mapping[str, Any], images: Mapping[str, Picture]) -> RequestPlan:
-        """Return the plan of a request with these settings, without its images."""
-        return _plan(self.planner, GenerationRequest(**self.fields, **texts), images)
+        """Return the plan of a request with these settings, without its images; raises `WanTpuError`."""
+        fields, digests = read_files(self.fields)
+        if digests != self.decides.get(_IN_BUCKETS, []):
+            raise InvalidInput("its video or a reference has changed since the manifest was read; run the batch again")
+        return _plan(self.planner, GenerationRequest(**fields, **texts), images)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -248,14 +253,17 @@ class _Reader:
 
     def _plan(self, fields: dict[str, Any], texts: dict[str, Any], images: Mapping[str, Picture]) -> LineSettings | str:
         try:
-            request = GenerationRequest(**fields, **texts)
+            read, digests = read_files(fields)
+            request = GenerationRequest(**read, **texts)
             resolved = _plan(self._planner, request, images).request
         except WanTpuError as error:
             return str(error)
-        paths = [adapter.path for adapter in resolved.loras] + ([] if resolved.video is None else [str(resolved.video)])
-        paths += [path for reference in resolved.references or () if (path := reference.path) is not None]
+        files = resolved.video, *(reference.path for reference in resolved.references or ())
+        paths = [adapter.path for adapter in resolved.loras]
+        paths += [file for file in files if isinstance(file, str) and not is_bucket(file)]
         sources = [source for place in dict.fromkeys(paths) if (source := self._get_source(place)) is not None]
-        return LineSettings(self._planner, fields, request.to_json(), tuple(sources))
+        decides = request.to_json() | ({_IN_BUCKETS: digests} if digests else {})
+        return LineSettings(self._planner, fields, decides, tuple(sources))
 
     def _get_source(self, place: str) -> Source | None:
         if place not in self._sources:

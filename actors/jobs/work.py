@@ -117,7 +117,7 @@ class WorkQueue:
             job.lease_token, job.lease_expires_at = token, now + self._lease_s
             if job.started_at is None:
                 job.started_at = now
-            if job.segments or job.last_segment:
+            if job.needed_files:
                 self._keep_files(session, job, now)
             job.segments_left = count_left(job.request, job.finished_segments)
             return job
@@ -409,9 +409,9 @@ class WorkQueue:
         return [job.id for job in silent]
 
     def _keep_files(self, session: Session, job: Job, now: float) -> None:
-        """Keep what a job has made, and forget what isn't stored any more, so that it is made again.
+        """Keep a job's inputs and what it has made, and forget what isn't stored any more, so that it is made again.
 
-        Workers of earlier versions that gave the job back have let these files expire.
+        Workers of earlier versions that gave the job back have let files expire of which they don't know.
         """
         is_kept = File.name.in_(job.needed_files) & (File.delete_at > now)
         session.execute(update(File).where(is_kept).values(delete_at=None))
@@ -419,7 +419,8 @@ class WorkQueue:
         names = set(session.scalars(select(File.name).where(stored)))
         segments = list(itertools.takewhile(names.__contains__, job.segments))
         if len(segments) < len(job.segments):
-            job.segments, job.segments_end, job.last_segment = segments, None, None
+            job.segments, job.last_segment = segments, None
+            job.segments_end = job.results.get(f"end-{len(segments)}")  # Kept only where motion is continued.
         if job.segments_end not in names:
             job.segments_end = None
         if job.last_segment is not None and not names.issuperset(job.last_segment.values()):

@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from actors.batch.manifest import read_manifest
-from tests.actors.small_spec import SPEC
+from tests.actors.small_spec import MOTION_SPEC, SPEC
 from tests.conftest import PHOTO
+from tests.wan_tpu.minimax_h3_ref2va import write_sound, write_video
 from wan_tpu import GenerationRequest, InvalidInput
 from wan_tpu.families import published_spec
 from wan_tpu.storage.base import StorageError
@@ -178,6 +179,35 @@ def test_from_gs(gcs, gcs_prefix):
     assert read.entries[0].digest == read.entries[1].digest
     assert read.entries[0].load().request.image.size == Image.open(PHOTO).size
     assert "outside the bucket 'videos'" in read.bad[0].reason
+
+
+def test_references_and_videos_in_a_bucket(bucket, tmp_path):
+    files, wan = bucket.storage, published_spec("wan2.1-t2v-1.3b")
+    sound, clip = write_sound(tmp_path / "song.wav", 1), write_video(tmp_path / "clip.mp4", 9)
+    files.write("in/cat.png", PHOTO.read_bytes())
+    files.write("in/song.wav", sound.read_bytes())
+    files.write("in/clip.mp4", clip.read_bytes())
+    sound_there = {"kind": "audio", "source": files.location("in/song.wav")}
+    seen = {"prompt": "", "references": ["image:in/cat.png", sound_there]}
+    files.write("seen.jsonl", json.dumps(seen).encode())
+    files.write("shown.jsonl", b'{"prompt": "", "video": "in/clip.mp4"}')
+
+    def read(name, spec):
+        [entry] = read_manifest(files.location(name), spec.plan).entries
+        return entry
+
+    entries = read("seen.jsonl", MOTION_SPEC), read("shown.jsonl", wan)
+    image, song = entries[0].load().request.references
+    assert image.source.size == Image.open(PHOTO).size and song.source.content == sound.read_bytes()
+    assert entries[1].load().request.video.content == clip.read_bytes()
+    assert read("seen.jsonl", MOTION_SPEC).digest == entries[0].digest
+    files.write("in/song.wav", write_sound(tmp_path / "song.wav", 1, rate=16000).read_bytes())
+    files.write("in/clip.mp4", write_video(tmp_path / "other.mp4", 13).read_bytes())
+    for entry in entries:
+        with pytest.raises(InvalidInput, match="changed"):
+            entry.load()
+    again = read("seen.jsonl", MOTION_SPEC), read("shown.jsonl", wan)
+    assert all(now.digest != before.digest for now, before in zip(again, entries, strict=True))
 
 
 def test_no_manifest(tmp_path, gcs_prefix):

@@ -13,6 +13,7 @@ from actors.jobs.tables import Job
 from actors.jobs.values import PREVIEW, Status
 from wan_tpu.fields import type_of
 from wan_tpu.lengths import format_seconds
+from wan_tpu.reference import SOUNDTRACK
 from wan_tpu.request import FIELDS, FILLED, ORIGINAL, Defaults
 
 Variant = Literal[
@@ -20,7 +21,7 @@ Variant = Literal[
 ]
 # Fields of a video that a job, or a job's request, has under the same name.
 _OF_JOB = ("id", "status", "priority", "attempts", "warnings", "stage_seconds", "chip_seconds")
-_OF_REQUEST = ("model", "prompt", "next_prompts", "continue_by", "loras", "last_frame_size", "video_size")
+_OF_REQUEST = ("model", "prompt", "next_prompts", "continue_by", "audio_mode", "loras", "last_frame_size", "video_size")
 
 
 class Object(BaseModel):
@@ -123,6 +124,10 @@ class Video(_WithSettings):
     """WIDTHxHEIGHT of the last frame's file; null without one."""
     video_size: str | None = None
     """WIDTHxHEIGHT of the video's file that it begins as, or continues; null without one."""
+    references: list[Literal["image", "video", "audio"]] = Field([])
+    """What each of its `input_references` is, in order."""
+    audio_mode: Literal["reference", "lock_source"] | None = None
+    """`lock_source` if the sound among them is the video's own."""
     extended_from_video_id: str | None = None
     """The video that it continues and shows first; null unless it is one of this service."""
     queue_position: int | None = None
@@ -240,6 +245,7 @@ def to_video(job: Job, eta_s: float | None = None) -> Video:
         remixed_from_video_id=job.remixed_from,
         error=VideoError(code=job.error_code, message=job.error_message or "") if job.error_code is not None else None,
         input_size=request.get("input_size"),
+        references=["audio" if one["kind"] == SOUNDTRACK else one["kind"] for one in request.get("references") or ()],
         extended_from_video_id=request.get("extended_from"),
         redo_segment=None if redo is None else redo.segment,
         redo_seed=None if redo is None else redo.seed,

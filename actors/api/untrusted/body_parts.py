@@ -10,6 +10,7 @@ from actors.api.untrusted.json_text import loads
 from actors.api.untrusted.references import (
     FILES,
     IMAGE,
+    REFERENCE_LISTS,
     REFERENCES,
     VIDEO,
     name_reference,
@@ -47,7 +48,7 @@ def split_body(content_type: str, body: bytes) -> Parts:
     try:
         if kind == JSON:
             return _split_fields(loads(body))
-        names = *FILES, REFERENCES
+        names = *FILES, REFERENCES, *REFERENCE_LISTS
         fields = read_urlencoded(body, names) if kind == URLENCODED else read_form(content_type, body, names)
         return _split_fields(nest(fields))
     except RecursionError:

@@ -7,7 +7,7 @@ compares all fields.
 
 from typing import Any
 
-from actors.api.untrusted.references import IMAGE, LAST, REFERENCES
+from actors.api.untrusted.references import IMAGE, LAST, REFERENCE_LISTS, REFERENCES
 from wan_tpu.errors import InvalidRequest
 
 # Our field with the same meaning, by another server's.
@@ -27,7 +27,9 @@ _NOTHING = {
     "enable_teacache": ("false", "0"),
     "enable_frame_interpolation": ("false", "0"),
     "enable_upscaling": ("false", "0"),
+    "long_video": ("false", "0"),
 }
+_SEGMENTS = "a long video is made of segments: send the prompts of all after the first as next_prompts"
 # What to do instead, by another server's field.
 _INSTEAD = {
     "n": "each request makes one video; send it n times, with seeds of your own",
@@ -47,11 +49,15 @@ _INSTEAD = {
     "steps": "it is num_inference_steps here",
     "frames": "it is num_frames here",
     "output_format": "videos are mp4 files; leave it out",
+    "long_video": _SEGMENTS,
+    "long_video_mode": f"{_SEGMENTS}, and say with continue_by what they take from the video before",
+    "continuation_prompts": f"the first one is `prompt`; {_SEGMENTS}",
+    "continuation_window_frames": "each segment has num_frames frames",
+    "continuation_overlap_frames": "how much segments share is the model's own; leave it out",
+    "extra_params": "send what it holds beside the other fields, by the names that /docs shows",
 }
 _REFERENCE_TASK = "ref2va"  # MiniMax-H3's task with references.
 _TASKS = ("t2va", "fl2va", _REFERENCE_TASK)
-# vLLM-Omni's lists of references, in the order in which its server reads them.
-_LISTS = ("image_reference", "video_reference", "audio_reference")
 # SGLang's conditions that are references, by their type. A "video" is one without its sound.
 _CONDITIONS = {"image": "image_url", "video": "video_url", "video_audio": "video_url", "audio": "audio_url"}
 _KEYFRAMES = {"0": IMAGE, "-1": LAST}  # By their index in a request of MiniMax.
@@ -131,7 +137,7 @@ def _translate_minimax(body: dict[str, Any]) -> None:
         _set(body, name, keys.get("uri", ""), "conditions")
     if references:
         _set(body, REFERENCES, references, "conditions")
-    if task == _REFERENCE_TASK and not any(name in body for name in (REFERENCES, *_LISTS)):
+    if task == _REFERENCE_TASK and not any(name in body for name in (REFERENCES, *REFERENCE_LISTS)):
         raise InvalidRequest(f"task is {task!r}, but there is no reference; send {REFERENCES}", "task")
     if task == _REFERENCE_TASK and "image_reference" in body:
         _set(body, REFERENCES, _join_lists(body), "image_reference")
@@ -167,15 +173,15 @@ def _translate_lists(body: dict[str, Any]) -> None:
     """Replace vLLM-Omni's lists of references. A single image alone is the first frame, as its server has it."""
     images = body.get("image_reference")
     several = isinstance(images, list) and len(images) > 1
-    if several or any(name in body for name in _LISTS[1:]):
-        _set(body, REFERENCES, _join_lists(body), _LISTS[0] if several else _LISTS[1])
+    if several or any(name in body for name in REFERENCE_LISTS[1:]):
+        _set(body, REFERENCES, _join_lists(body), REFERENCE_LISTS[0] if several else REFERENCE_LISTS[1])
     elif images is not None:
         _set(body, IMAGE, body.pop("image_reference"), "image_reference")
 
 
 def _join_lists(body: dict[str, Any]) -> list[Any]:
     """Remove vLLM-Omni's lists from a body, and return them as one: images, videos, sounds."""
-    lists = [body.pop(name, []) for name in _LISTS]
+    lists = [body.pop(name, []) for name in REFERENCE_LISTS]
     return [part for values in lists for part in (values if isinstance(values, list) else [values])]
 
 

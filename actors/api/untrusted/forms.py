@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from actors.api.untrusted.json_text import loads
+from actors.api.untrusted.references import REFERENCE_LISTS
 from wan_tpu.errors import InvalidRequest
 
 LISTS_OF_TEXTS = ("next_prompts",)
@@ -71,8 +72,8 @@ def read_form(content_type: str, body: bytes, files: Sequence[str]) -> list[tupl
             return
         if _split_name(name)[0] not in files:
             raise InvalidRequest(
-                f"the field {name[:80]!r} is a file, but only {' and '.join(files)} may be files; send it without a "
-                "filename",
+                f"the field {name[:80]!r} is a file, but only {', '.join(files)} may be files; send it as one of "
+                "these, or without a filename",
                 name,
             )
         is_url = content[:8].lower().startswith(_URLS)  # LiteLLM sends a URL as a file's content.
@@ -132,7 +133,7 @@ def nest(fields: Iterable[tuple[str, Value]]) -> dict[str, Any]:
             _check_lengths(path[0], columns)
             for number, value in enumerate(values):
                 _put(body, [path[0], str(number), *path[2:]], value)
-        elif path[0] in LISTS and len(path) == 1 and values:
+        elif path[0] in (*LISTS, *REFERENCE_LISTS) and len(path) == 1 and values:
             _put(body, path, [inner for value in values for inner in (value if isinstance(value, list) else [value])])
         elif len(values) > 1:
             raise _build_repeated_error(name)

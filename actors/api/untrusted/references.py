@@ -12,6 +12,8 @@ IMAGE, LAST, VIDEO = "input_reference", "last_frame", "video"
 IMAGE_FIELDS = (IMAGE, LAST)
 FILES = (*IMAGE_FIELDS, VIDEO)  # Fields that are a file.
 REFERENCES = "input_references"  # A field that is a list of files.
+# vLLM-Omni's lists of references, in the order in which its server reads them.
+REFERENCE_LISTS = ("image_reference", "video_reference", "audio_reference")
 MOST_REFERENCES = 20  # Of a body. Models take fewer.
 # What a reference is, by its type in OpenRouter's and vLLM-Omni's APIs, and the key of its URL.
 _VIDEO_URL = "video_url"

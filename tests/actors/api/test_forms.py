@@ -205,6 +205,16 @@ def test_an_image_is_the_same_in_every_client_s_form(client):
     assert (request, uploads) == (parse_json(json.dumps(ASKED)), {"input_reference": PNG})
 
 
+def test_files_of_a_client_s_lists_are_references():
+    sent = {"video_reference": b"video", "image_reference": b"\xff1"}
+    files = [(name, ("a", content)) for name, content in [*sent.items(), ("image_reference", b"\xff2")]]
+    request, uploads = understood(*in_requests(data={"prompt": "x", "long_video": "false"}, files=files))
+    assert len(request.input_references) == 3
+    assert [uploads[f"input_references.{index}"] for index in range(3)] == [b"\xff1", b"\xff2", b"video"]
+    with pytest.raises(InvalidRequest, match="input_reference"):
+        understood(*in_requests(data={"prompt": "x"}, files={"image": ("a", b"\xff1")}))
+
+
 def test_an_image_elsewhere_is_the_same_in_every_form():
     there = "https://pictures.test/a.png"
     for reference in (there, {"image_url": there}, {"image_url": {"url": there}}, [there]):
@@ -246,6 +256,9 @@ def test_what_openai_s_client_sends_is_the_same_in_json(client, http):
         ([("prompt", "a"), ("generate_audio", "loud")], "generate_audio", "valid boolean"),
         ([("prompt", "a"), ("aspect_ratio", "16:9")], "aspect_ratio", "`size`"),
         ([("prompt", "a"), ("lora", '{"name": "a"}')], "lora", "loras="),
+        ([("prompt", "a"), ("long_video", "true")], "long_video", "next_prompts"),
+        ([("prompt", "a"), ("long_video_mode", "continuation")], "long_video_mode", "continue_by"),
+        ([("prompt", "a"), ("continuation_prompts", '["a", "b"]')], "continuation_prompts", "next_prompts"),
     ],
 )
 def test_wrong_fields_are_named_with_the_right_form(sent, param, remedy):

@@ -1,5 +1,6 @@
 """Segments that begin with the end of the one before, motion and sound included, or with its last frame alone."""
 
+import itertools
 import wave
 from typing import ClassVar
 
@@ -299,14 +300,14 @@ class SoundtrackSpec(MotionSpec):
     most_references = 0
 
 
-def test_a_given_sound_becomes_the_video_s(http, engine, database, tmp_path):
+def test_a_given_sound_becomes_the_video_s(http, engine, tmp_path):
     sound = send_sound(tmp_path)
     look = {"type": "image_url", "image_url": {"url": picture()}}
     video = wait_for_video(http, create(http, input_references=[sound, look], audio_mode="lock_source"))
     kinds = [(reference.kind, reference.samples > 0) for reference in engine.requests[0].references]
     assert kinds == [("soundtrack", True), ("image", False)]
     assert engine.requests[0].references[0].source.samples == 16000
-    assert JobStore(database).get(video["id"]).request["audio_mode"] == "lock_source"
+    assert (video["references"], video["audio_mode"]) == (["audio", "image"], "lock_source")
     wait_for_video(http, create(http, input_references=[sound], audio_mode="lock_source"))
     for fields, blamed in (
         ({"input_references": [look]}, "audio_mode"),
@@ -364,9 +365,15 @@ def test_an_end_made_in_fewer_stages_is_read_from_its_file(http, engine):
 def test_short_segment_is_not_made_again_between_others():
     """All of its frames are those of the others, and a redo can't have more."""
     spec = published_spec("ltx-2.3-distilled")
-    again = Redo(2, 9, ("first", None, "third"), ("end", "end-2")).to_stored()
-    job = make_job(next_prompts=["on", "on"], redo=again)
-    for frames in (57, 65):
+    second = Redo(2, 9, ("first", None, "third"), ("end", "end-2")).to_stored()
+    first = Redo(1, 9, (None, "second"), ("end",)).to_stored()
+    extension = {"next_prompts": ["on"], "redo": first, "input_video": "video", "source_frames": 65}
+    jobs = [
+        make_job(next_prompts=["on", "on"], redo=second),
+        make_job(**extension, end_file="old end"),
+        make_job(**extension),
+    ]
+    for job, frames in itertools.product(jobs, (57, 65)):
         plan = spec.plan(GenerationRequest(prompt="a", frames=frames, height=512, width=768))
         if frames == 65:
             check_motion(job, spec, plan.request)

@@ -322,17 +322,53 @@ def test_references_are_chosen_and_put_in_order(browser, settings, engine):
         page = open_page(browser, address)
         page.locator("[name=references]").set_input_files([picture, sound, picture])
         items = page.locator("#references").get_by_role("listitem")
-        sync_api.expect(items).to_have_text([re.compile("Picture 1"), re.compile("Sound 1"), re.compile("Picture 2")])
+        sync_api.expect(items).to_have_text([re.compile("Picture 1"), re.compile("Audio 1"), re.compile("Picture 2")])
         sync_api.expect(page.locator(".drop").filter(has_text="First frame")).to_be_hidden()
         items.nth(1).get_by_role("button", name="Earlier").click()
         items.nth(2).get_by_role("button", name="Remove").click()
-        sync_api.expect(items).to_have_text([re.compile("Sound 1"), re.compile("Picture 1")])
+        sync_api.expect(items).to_have_text([re.compile("Audio 1"), re.compile("Picture 1")])
         page.get_by_label("Reference pictures").select_option("match")
         audit(page)
         ask(page, "Picture 1 purrs as in Audio 1")
         wait_for(lambda: engine.requests)
         assert [reference.kind for reference in engine.requests[0].references] == ["audio", "image"]
         assert engine.requests[0].reference_size == "match"
+        clip = {"name": "clip.mp4", "mimeType": "video/mp4", "buffer": b"shown by its type"}
+        items.nth(1).get_by_role("button", name="Remove").click()
+        page.locator("[name=references]").set_input_files(clip)
+        items.nth(1).get_by_role("button", name="Earlier").click()
+        sync_api.expect(items).to_have_text([re.compile("Video 1: clip"), re.compile("Audio 1, plus 1 for each video")])
+        page.close()
+
+
+def test_references_come_back_with_their_video_and_go_with_another(browser, settings, engine):
+    spec = engine.model = TakesReferences(SPEC.config)
+    picture = {"name": "cat.png", "mimeType": "image/png", "buffer": PHOTO.read_bytes()}
+    with working(settings, engine), serve(settings, spec) as address:
+        page = open_page(browser, address)
+        items = page.locator("#references").get_by_role("listitem")
+        page.locator("[name=references]").set_input_files(picture)
+        page.get_by_role("button", name="Use this example").click()
+        page.get_by_alt_text("first frame: example.png").wait_for()
+        sync_api.expect(items).to_have_count(0)
+        framed = ask(page, "From a frame")
+        page.get_by_role("button", name="Remove the image").click()
+        page.locator("[name=references]").set_input_files(picture)
+        page.get_by_label("Reference pictures").select_option("match")
+        referring = ask(page, "As in a picture")
+        framed.get_by_role("button", name="Reuse").click()
+        page.get_by_alt_text("first frame: example.png").wait_for()
+        sync_api.expect(items).to_have_count(0)
+        page.get_by_label("Prompt", exact=True).fill("Again")
+        page.get_by_role("button", name="Make video").click()
+        wait_for(lambda: len(engine.requests) == 3)
+        assert engine.requests[2].image is not None and engine.requests[2].references is None
+        referring.get_by_role("button", name="Reuse").click()
+        sync_api.expect(items).to_have_text([re.compile("Picture 1: cat.png")])
+        sync_api.expect(page.get_by_label("Reference pictures")).to_have_value("match")
+        page.reload()
+        referring.get_by_role("button", name="Reuse").click()
+        sync_api.expect(error_of(page, page.locator("[name=references]"))).to_contain_text("add them again (image)")
         page.close()
 
 

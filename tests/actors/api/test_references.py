@@ -71,7 +71,8 @@ def test_every_form_brings_them_in_order(send, http, engine, files):
     kinds = ("audio", "image", "video")
     answer = send(http, files, kinds)
     assert answer.status_code == 200, answer.text
-    assert wait_for_end(http, answer.json()["id"])["status"] == "completed"
+    video = wait_for_end(http, answer.json()["id"])
+    assert (video["status"], tuple(video["references"]), video["audio_mode"]) == ("completed", kinds, None)
     [request] = engine.requests
     sound, picture, video = request.references
     assert tuple(reference.kind for reference in request.references) == kinds

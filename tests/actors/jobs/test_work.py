@@ -9,6 +9,7 @@ from sqlalchemy.engine import default
 from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
 from actors.jobs.errors import LeaseLost
+from actors.jobs.retention import Retention
 from actors.jobs.stored_request import Redo
 from actors.jobs.tables import ApiKey, File, Job, _ProgressColumn
 from actors.jobs.values import Progress
@@ -84,6 +85,16 @@ def test_segments_are_kept_though_a_worker_of_an_earlier_version_has_let_them_ex
         expire_files(session, leased.id, time.time() + 3600)
     assert store.count_jobs().files_pending_deletion == 2
     assert work.claim("new").segments == ["segment"]
+    assert store.count_jobs().files_pending_deletion == 0
+
+
+def test_inputs_are_kept_though_a_worker_of_an_earlier_version_has_let_them_expire(store, database, work):
+    Retention(database, None).reserve("reference", "ann", 1)
+    store.submit(Job(owner="ann", request={"prompt": "a", "reference_files": ["reference"]}))
+    work.release(leased := work.claim("new"))
+    with database.write() as session:  # It doesn't know references.
+        expire_files(session, leased.id, time.time() + 3600)
+    assert work.claim("new").inputs == ["reference"]
     assert store.count_jobs().files_pending_deletion == 0
 
 
@@ -476,6 +487,20 @@ def test_what_is_not_stored_any_more_is_made_again(store, database, work):
         leased = work.claim("w")
         assert (leased.segments, leased.segments_end, leased.segments_left) == (segments, end, left)
         assert leased.last_segment is None
+
+
+def test_motion_goes_on_from_the_end_before_a_segment_that_is_not_stored_any_more(store, database, work):
+    store.submit(Job(owner="ann", request=chain("a", 3)))
+    leased = work.claim("w")
+    for index in range(2):
+        names = segment, end = f"segment-{index + 1}", f"end-{index + 1}"
+        work.announce(leased, dict.fromkeys(names, 1))
+        work.keep_segment(leased, index, segment, end, results={end: end})
+    work.release(leased)
+    with database.write() as session:
+        session.execute(delete(File).where(File.name == "segment-2"))
+    leased = work.claim("w")
+    assert (leased.segments, leased.segments_end, leased.segments_left) == (["segment-1"], "end-1", 2)
 
 
 def test_processes_that_stood_still_may_renew_their_leases_first(store, database, monkeypatch):
