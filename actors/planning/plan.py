@@ -153,7 +153,8 @@ def _find_shipped(args: argparse.Namespace, kind: SliceSpec, mesh: Sequence[int 
     if shipped is None:
         return None
     made = f"{shipped.made['date']} with jax {shipped.made['jax']} and libtpu {shipped.made['libtpu']}"
-    print(f"{kind.name}: shipped figures, made on {made}; --anew compiles", file=sys.stderr)
+    kernels = "" if shipped.has_these_kernels else ", and perhaps with other kernels than these"
+    print(f"{kind.name}: shipped figures, made on {made}{kernels}; --anew compiles", file=sys.stderr)
     return shipped.answer(args.model, describe_slice(kind), request)
 
 

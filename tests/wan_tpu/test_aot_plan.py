@@ -190,8 +190,12 @@ def test_other_stages_are_not_traced_to_compile_a_step(tmp_path):
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=STEP):
         planner.jobs(mesh, ["denoise"], "denoise stop")
+
+
+@pytest.mark.loads_libtpu
+def test_process_that_compiles_traces_only_its_job_s_stages():
     pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install '.[tpu]'")
-    shared = dataclasses.asdict(dataclasses.replace(job, program="", depends_on={}))
+    shared = dataclasses.asdict(dataclasses.replace(make_jobs()[STEP], program="", depends_on={}))
     assert set(compiling._list_programs(json.dumps(shared))) == {KEYS, STEP}
 
 
