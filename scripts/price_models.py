@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Price published models at their own sizes on common slices, for `wan-tpu plan` to answer without a compiler.
 
-    price_models.py                                       # all that is missing: about ten minutes a line on two cores
+    price_models.py                                       # all that is missing: up to 500 CPU seconds a line
     price_models.py --model minimax-h3 --slice v6e-8 --anew
 
 A plan is written as soon as it is made, and compiled programs are kept, so that a run which was ended goes on when it
-is started again.
+is started again. Programs that an earlier model has, too, such as its decoder, are only traced. A line that fails is
+reported, and the others are priced.
 """
 
 import argparse

@@ -48,10 +48,10 @@ video cost?
     wan-tpu plan --model MODEL --slice v6e-4 --slice v6e-8 --videos_a_day 5000 --within 10m [--spot]
 
 A few plans of published models at their own sizes are shipped: these take seconds, and say with which
-versions they were made. All else is compiled, as is everything with --anew: on two cores six minutes the first time, 13
-with --meshes, which also says what the denoise step would be on each other mesh, and seconds from then on. The third
-says what a layout makes and costs, the last which layout meets a demand for the least money. With --calibration
-doctor.json, seconds are priced with what `wan-tpu doctor` measured: clock, grid steps, device memory, links.
+versions they were made. All else is compiled, as is everything with --anew: minutes the first time, on all cores, and
+seconds from then on. --meshes also says what the denoise step would be on each other mesh. The third says what a layout
+makes and costs, the last which layout meets a demand for the least money. With --calibration doctor.json, seconds are
+priced with what `wan-tpu doctor` measured: clock, grid steps, device memory, links.
 
 Programs are compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
 needed. What was compiled once is kept in --compiled. docs/performance.md says what the seconds and dollars mean.

@@ -199,6 +199,16 @@ def test_process_that_compiles_traces_only_its_job_s_stages():
     assert set(compiling._list_programs(json.dumps(shared))) == {KEYS, STEP}
 
 
+@pytest.mark.long
+def test_program_that_another_model_has_too_is_compiled_once(tmp_path):
+    job = make_jobs()[KEYS]
+    other = dataclasses.replace(job, depends_on=job.depends_on | {"settings": "of another model"})
+    with contextlib.closing(Compilers(tmp_path)) as compilers:
+        (first, hlo), (second, same_hlo) = map(compilers.compile, (job, other))
+    assert job.digest != other.digest and not first.refused and hlo
+    assert (second, same_hlo) == (first, hlo)  # With the first one's seconds.
+
+
 CHILD = """#!{python}
 import gzip, json, os, signal, sys, time
 for line in sys.stdin:

@@ -2,7 +2,7 @@
 
 A separate process is used because a full-size program takes gigabytes to compile, and because the compiler may crash
 instead of refusing. The scheduled HLO, the memory it needs and the seconds it took are stored under a key of everything
-that affects them.
+that affects them; and again under one of the traced program, which several models may have.
 """
 
 import contextlib
@@ -277,19 +277,39 @@ def _compile(job: Job, result: Path) -> None:
     def measure_taken() -> tuple[float, float]:
         return time.perf_counter() - start, time.process_time() - start_cpu
 
+    same, hlo = None, ""
     try:
-        built = program.compile(*args)
+        lowered = program.lower(*args)
+        same = result.with_name(f"program-{_digest_program(job, lowered.as_text(), weights)}")
+        if (known := _read(same.with_suffix(".json"), same.with_suffix(".hlo.gz"))) is not None:
+            compiled, hlo = known
+        else:
+            built = program.compile_lowered(lowered, *args)
+            seconds = measure_taken()
+            memory = built.memory_analysis()
+            # A program that uses few of the weights doesn't take all of them as arguments.
+            inputs = max(0, memory.argument_size_in_bytes - weights)
+            other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+            compiled = Compiled(*seconds, weights, other, code_bytes=memory.generated_code_size_in_bytes)
+            hlo = built.as_text()
     except DoesNotFit as error:
         compiled = describe_refusal(error, measure_taken(), weights)
-    else:
-        seconds = measure_taken()
-        memory = built.memory_analysis()
-        # A program that uses few of the weights doesn't take all of them as arguments.
-        inputs = max(0, memory.argument_size_in_bytes - weights)
-        other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-        compiled = Compiled(*seconds, weights, other, code_bytes=memory.generated_code_size_in_bytes)
-        result.with_suffix(".hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
+    if hlo:
+        result.with_suffix(".hlo.gz").write_bytes(gzip.compress(hlo.encode()))
     result.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(compiled)))
+    if same is None or known is not None:
+        return
+    for suffix in (".hlo.gz", ".json"):
+        with contextlib.suppress(OSError):  # Another process has just compiled it, too, or a refusal has no HLO.
+            same.with_suffix(suffix).unlink(missing_ok=True)
+            os.link(result.with_suffix(suffix), same.with_suffix(suffix))
+
+
+def _digest_program(job: Job, text: str, weights: int) -> str:
+    """Return a digest of all that the report on a traced program depends on: models of a family share programs."""
+    build = {name: value for name, value in key.describe_build().items() if name != "source"}
+    answers = [field.name for field in dataclasses.fields(Compiled)]
+    return key.digest(json.dumps([text, weights, job.slice.topology, job.slice.host_bounds, build, answers]))
 
 
 def describe_refusal(error: DoesNotFit, seconds: tuple[float, float], weights: int) -> Compiled:
