@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -354,6 +355,7 @@ def _check_plot(file: Path) -> None:
     check_output(file, overwrite=True)
 
 
+@functools.cache  # Slices are compiled for at the same time, and share a clock.
 def _make_report():  # type: ignore[no-untyped-def]
     start = time.monotonic()
     return lambda text: print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
