@@ -1,7 +1,7 @@
 """The TPU generations: what one chip has, and what Google, JAX and Ray call it.
 
 Each generation is a file of facts in `cluster/generations/`, with a source for every figure. What else a
-generation needs is in docs/cluster.md.
+generation needs is in docs/cluster.md. Those that libtpu can't compile for yet have a file in `cluster/announced/`.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
-from cluster.yaml_values import parse_yaml, validate
+from cluster.yaml_values import T, parse_yaml, validate
 
 GIB = 2**30
 
@@ -77,17 +77,46 @@ class Chip:
         return f"{self.compiler}:{'x'.join(map(str, self.host_shape))}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnnouncedChip:
+    """A generation that libtpu has no topology for; fields are as those of `Chip`, which it becomes one day."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: str
+    jax_kind: str
+    compiler: str
+    devices: int
+    cores: int
+    hbm_bytes: float  # All of its memory; programs may use a little less.
+    hbm_bytes_per_s: float
+    bf16_flops: float
+    mxu_8bit_dtype: str
+    mxu_8bit_flops: float  # Dense peak per second in that type.
+    refused_by: str  # The compiler that has no topology for it.
+
+
 def load_chip(file: Traversable) -> Chip:
-    """Read a generation from its file.
+    """Read a generation from its file; errors are those of `_load`."""
+    return _load(file, Chip)
+
+
+def _load(file: Traversable, kind: type[T]) -> T:
+    """Read a file as a value of a class.
 
     Raises:
         ValueError: The file is wrong; the message says where.
     """
     try:
-        return validate(Chip, parse_yaml(file.read_text()), {Chip: "write what the other files in its folder have"})
+        return validate(kind, parse_yaml(file.read_text()), {kind: "write what the other files in its folder have"})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
 
 
-_files = (file for file in (resources.files("cluster") / "generations").iterdir() if file.name.endswith(".yaml"))
-CHIPS = {chip.name: chip for chip in map(load_chip, sorted(_files, key=lambda file: file.name))}
+def _load_all(folder: str, kind: type[T]) -> list[T]:
+    files = (file for file in (resources.files("cluster") / folder).iterdir() if file.name.endswith(".yaml"))
+    return [_load(file, kind) for file in sorted(files, key=lambda file: file.name)]
+
+
+CHIPS = {chip.name: chip for chip in _load_all("generations", Chip)}
+ANNOUNCED = {chip.name: chip for chip in _load_all("announced", AnnouncedChip)}

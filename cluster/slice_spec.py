@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cluster.chips import CHIPS, Chip
+from cluster.chips import ANNOUNCED, CHIPS, Chip
 from cluster.errors import UnknownSlice
 
 # Labels that Ray gives to the nodes of TPU hosts.
@@ -134,6 +134,12 @@ def _find_chip(generation: str, name: str, size: int) -> Chip:
     for chip in CHIPS.values():
         if generation in (chip.name, chip.compiler, chip.gke_accelerator):
             return chip
+    for announced in ANNOUNCED.values():
+        if generation in (announced.name, announced.compiler):
+            raise UnknownSlice(
+                f"{name}: {announced.refused_by} has no topology for {announced.jax_kind} yet; "
+                f"generations with slices: {', '.join(CHIPS)}"
+            )
     digits = re.sub(r"\D", "", generation)
     alike = [chip for chip in CHIPS.values() if digits and digits in chip.name] or list(CHIPS.values())
     nearest = ", ".join(_name_nearest(chip, size // chip.counted_per_chip) for chip in alike)

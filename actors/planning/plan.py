@@ -2,13 +2,14 @@
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from wan_tpu.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from wan_tpu.pricing.plan import SlicePlan, StageNeeds
-    from wan_tpu.pricing.planner import SlicePlanner
+    from wan_tpu.pricing.planner import SlicePlanner, Task
 
 PLOTS = (".png", ".svg", ".pdf")
 MAX_LAYOUTS = 8  # The most layouts that are listed.
@@ -48,10 +49,10 @@ video cost?
     wan-tpu plan --model MODEL --slice v6e-4 --slice v6e-8 --videos_a_day 5000 --within 10m [--spot]
 
 A few plans of published models at their own sizes are shipped: these take seconds, and say with which
-versions they were made. All else is compiled, as is everything with --anew: on two cores six minutes the first time, 13
-with --meshes, which also says what the denoise step would be on each other mesh, and seconds from then on. The third
-says what a layout makes and costs, the last which layout meets a demand for the least money. With --calibration
-doctor.json, seconds are priced with what `wan-tpu doctor` measured: clock, grid steps, device memory, links.
+versions they were made. All else is compiled, as is everything with --anew: minutes the first time, on all cores, and
+seconds from then on. --meshes also says what the denoise step would be on each other mesh. The third says what a layout
+makes and costs, the last which layout meets a demand for the least money. With --calibration doctor.json, seconds are
+priced with what `wan-tpu doctor` measured: clock, grid steps, device memory, links.
 
 Programs are compiled for the slice by libtpu's compiler (`pip install ".[tpu]"`); no TPU and no weights are
 needed. What was compiled once is kept in --compiled. docs/performance.md says what the seconds and dollars mean.
@@ -89,10 +90,8 @@ def _check_program(name: str, model: str) -> None:
 
 
 def _print_programs(args: argparse.Namespace) -> int:
-    from wan_tpu.aot.names import STEP
     from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 
-    plans, alternatives = [], []  # The requested plans, and the denoise step's on other meshes.
     mesh = (args.dp, args.sp, args.tp)
     shipped = {name: _find_shipped(args, SliceSpec(name), mesh) for name in args.slice}
     planners = {
@@ -100,12 +99,8 @@ def _print_programs(args: argparse.Namespace) -> int:
     }
     for planner in planners.values():  # All are checked before the first is compiled for.
         planner.mesh(mesh)
-    for name in args.slice:
-        plans.append(shipped[name] or planners[name].plan(mesh, only=args.program))
-        if args.meshes:
-            others = [other for other in planners[name].meshes() if other != plans[-1].mesh]
-            print(f"then the denoise step on {len(others)} other meshes", file=sys.stderr)
-            alternatives += [planners[name].plan(other, only=STEP) for other in others]
+    anew, alternatives = _plan_meshes(args, shipped, planners)
+    plans = [shipped[name] or anew[name] for name in args.slice]
     if args.plot:
         draw(plans, args.plot)
     if args.json:
@@ -117,6 +112,33 @@ def _print_programs(args: argparse.Namespace) -> int:
         if alternatives:
             print(f"\nother meshes\n{compare(alternatives)}")
     return 1 if any(program.compiled.refused for plan in plans for program in plan.programs) else 0
+
+
+def _plan_meshes(
+    args: argparse.Namespace, shipped: "Mapping[str, SlicePlan | None]", planners: "Mapping[str, SlicePlanner]"
+) -> "tuple[dict[str, SlicePlan], list[SlicePlan]]":
+    """Return the plans of slices that have no shipped one, and with --meshes those of the step on other meshes."""
+    from wan_tpu.aot.names import STEP
+
+    mesh = (args.dp, args.sp, args.tp)
+    asked = [name for name in planners if shipped[name] is None]
+    tasks = [planners[name].task(mesh, args.program) for name in asked]
+    for name, planner in planners.items() if args.meshes else ():
+        plan = shipped[name]
+        own = tuple(planner.mesh(mesh).shape.values()) if plan is None else plan.mesh
+        tasks += [planner.task(other, STEP) for other in planner.meshes() if other != own]
+    if len(tasks) > len(asked):
+        print(f"the denoise step on {len(tasks) - len(asked)} other meshes, too", file=sys.stderr)
+    plans = _make_plans(args, tasks)
+    return dict(zip(asked, plans, strict=False)), plans[len(asked) :]
+
+
+def _make_plans(args: argparse.Namespace, tasks: "Sequence[Task]") -> "list[SlicePlan]":
+    if not tasks:  # A shipped plan is read in less time than this import takes.
+        return []
+    from wan_tpu.pricing.planner import make_plans
+
+    return make_plans(tasks, args.compiled)
 
 
 def _find_shipped(args: argparse.Namespace, kind: SliceSpec, mesh: Sequence[int | None]) -> "SlicePlan | None":
@@ -132,7 +154,8 @@ def _find_shipped(args: argparse.Namespace, kind: SliceSpec, mesh: Sequence[int 
     if shipped is None:
         return None
     made = f"{shipped.made['date']} with jax {shipped.made['jax']} and libtpu {shipped.made['libtpu']}"
-    print(f"{kind.name}: shipped figures, made on {made}; --anew compiles", file=sys.stderr)
+    kernels = "" if shipped.has_these_kernels else ", and perhaps with other kernels than these"
+    print(f"{kind.name}: shipped figures, made on {made}{kernels}; --anew compiles", file=sys.stderr)
     return shipped.answer(args.model, describe_slice(kind), request)
 
 
@@ -242,17 +265,20 @@ def _measure_stages(args: argparse.Namespace, layout: Layout | None) -> tuple[St
         tasks = [(SliceSpec(name), (None, None, None), spec.stages) for name in args.slice]
     else:
         tasks = [(pool.slice, pool.mesh, [s for s in pool.stages if s in used]) for pool in layout.pools]
-    for kind, mesh, stages in tasks:
-        if not stages:  # Other requests than these keep this pool busy.
-            continue
-        if (slice_plan := _find_shipped(args, kind, mesh)) is not None:
-            of_all = slice_plan.needs(spec.experts(request))
-            of_stages = {stage: need for stage, need in of_all.items() if stage in stages}
-        else:
-            experts = [expert for expert in spec.experts(request) if expert.stage in stages]
-            of_stages = _make_planner(args, kind).plan(mesh, stages=stages).needs(experts)
-        needs.setdefault(kind.name, {}).update(of_stages)
-        missing = [stage for stage in stages if stage not in needs[kind.name]]
+    tasks = [task for task in tasks if task[2]]  # Other requests than these keep a pool without stages busy.
+    shipped = [_find_shipped(args, kind, mesh) for kind, mesh, _ in tasks]
+    anew = [
+        _make_planner(args, kind).task(mesh, stages=stages)
+        for (kind, mesh, stages), found in zip(tasks, shipped, strict=True)
+        if found is None
+    ]
+    made = iter(_make_plans(args, anew))
+    for (kind, _, stages), found in zip(tasks, shipped, strict=True):
+        experts = [expert for expert in spec.experts(request) if found or expert.stage in stages]
+        of_plan = (found or next(made)).needs(experts)
+        of_kind = needs.setdefault(kind.name, {})
+        of_kind |= {stage: need for stage, need in of_plan.items() if stage in stages}
+        missing = [stage for stage in stages if stage not in of_kind]
         if layout is not None and missing:
             raise InvalidInput(f"{', '.join(missing)} can't be compiled for a {kind}: wan-tpu plan --slice {kind}")
 
@@ -329,6 +355,7 @@ def _check_plot(file: Path) -> None:
     check_output(file, overwrite=True)
 
 
+@functools.cache  # Slices are compiled for at the same time, and share a clock.
 def _make_report():  # type: ignore[no-untyped-def]
     start = time.monotonic()
     return lambda text: print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)

@@ -4,8 +4,9 @@ import dataclasses
 import math
 
 import pytest
+from jax._src import tpu_info
 
-from cluster.chips import CHIPS
+from cluster.chips import ANNOUNCED, CHIPS
 from cluster.errors import UnknownSlice
 from cluster.gang.placement import explain_other_machines
 from cluster.slice_spec import SliceSpec, list_kinds, name_slice
@@ -44,6 +45,22 @@ def test_names_mean_what_google_means(name, topology, chips, hosts, devices):
 def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
     with pytest.raises(UnknownSlice, match=nearest):
         SliceSpec(name)
+
+
+@pytest.mark.parametrize("name", ["v8i-8", "tpu8t:2x2x1"])
+def test_slice_of_an_announced_generation_is_refused_by_name(name):
+    with pytest.raises(UnknownSlice, match=rf"{name}: libtpu .* TPU8[it] "):
+        SliceSpec(name)
+
+
+@pytest.mark.parametrize("chip", ANNOUNCED.values(), ids=ANNOUNCED)
+def test_figures_of_an_announced_generation_are_jax_s(chip):
+    known = tpu_info.get_tpu_info_for_chip(tpu_info.chip_version_from_device_kind(chip.jax_kind), 1)
+    assert known.chip_version.num_physical_tensor_cores_per_chip == chip.cores
+    of_core = (known.hbm_capacity_bytes, known.mem_bw_bytes_per_second, known.bf16_ops_per_second)
+    assert [chip.cores * figure for figure in (*of_core, known.fp8_ops_per_second)] == pytest.approx(
+        [chip.hbm_bytes, chip.hbm_bytes_per_s, chip.bf16_flops, chip.mxu_8bit_flops]
+    )
 
 
 def test_every_listed_kind_can_be_named():

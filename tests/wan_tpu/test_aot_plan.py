@@ -47,7 +47,7 @@ from wan_tpu.pricing.plan import (
     share_of_peak,
 )
 from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
-from wan_tpu.pricing.planner import SlicePlanner
+from wan_tpu.pricing.planner import SlicePlanner, make_plans
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import GIB, needed_bytes
 from wan_tpu.runtime.mesh import make_mesh
@@ -177,6 +177,38 @@ def test_what_a_crash_left_half_written_is_compiled_again(tmp_path):
         assert "KeyError: 'unknown'" in compilers.compile(job)[0].refused  # by the process that compiles
 
 
+def test_other_stages_are_not_traced_to_compile_a_step(tmp_path):
+    planner = SlicePlanner(
+        MODEL, GenerationRequest().resolve(published_spec(MODEL).defaults), SLICE, dtype="bfloat16", cache=tmp_path,
+        report=print,
+    )  # fmt: skip
+    mesh = make_mesh((1, 1, 1), heads=published_spec(MODEL).heads)
+    [(name, (job, _))] = planner.jobs(mesh, only=STEP).items()
+    assert (name, job.stages) == (STEP, ("denoise",))
+    assert {name: job.stages for name, job in make_jobs().items() if job.stages != ("denoise",)} == {
+        "text_encoder": ("encoder",), "decoder first": ("decoder",), "decoder later": ("decoder",),
+    }  # fmt: skip
+    with pytest.raises(InvalidRequest, match=STEP):
+        planner.jobs(mesh, ["denoise"], "denoise stop")
+
+
+@pytest.mark.loads_libtpu
+def test_process_that_compiles_traces_only_its_job_s_stages():
+    pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install '.[tpu]'")
+    shared = dataclasses.asdict(dataclasses.replace(make_jobs()[STEP], program="", depends_on={}))
+    assert set(compiling._list_programs(json.dumps(shared))) == {KEYS, STEP}
+
+
+@pytest.mark.long
+def test_program_that_another_model_has_too_is_compiled_once(tmp_path):
+    job = make_jobs()[KEYS]
+    other = dataclasses.replace(job, depends_on=job.depends_on | {"settings": "of another model"})
+    with contextlib.closing(Compilers(tmp_path)) as compilers:
+        (first, hlo), (second, same_hlo) = map(compilers.compile, (job, other))
+    assert job.digest != other.digest and not first.refused and hlo
+    assert (second, same_hlo) == (first, hlo)  # With the first one's seconds.
+
+
 CHILD = """#!{python}
 import gzip, json, os, signal, sys, time
 for line in sys.stdin:
@@ -243,6 +275,23 @@ def test_a_plan_that_fails_compiles_nothing_more(what, error, make_job, tmp_path
     with pytest.raises(error):
         planner.plan((1, 1, 1))
     assert time.monotonic() - start < 50
+
+
+def test_plans_of_several_meshes_are_compiled_by_the_same_processes(make_job, tmp_path, monkeypatch):
+    spec = published_spec(MODEL)
+    request = GenerationRequest().resolve(spec.defaults)
+    monkeypatch.setattr(compiling, "_count_cores", lambda: 1)
+    tasks = []
+    for _ in range(2):
+        planner = SlicePlanner(MODEL, request, SLICE, dtype="bfloat16", cache=tmp_path, report=print)
+        jobs = {name: (make_job("succeed"), 1) for name in (KEYS, STEP)}
+        monkeypatch.setattr(planner, "mesh", lambda axes: make_mesh((1, 1, 1), heads=spec.heads))
+        monkeypatch.setattr(planner, "jobs", lambda *_, jobs=jobs: jobs)
+        monkeypatch.setattr(planner, "_price", lambda *_: prediction(1.0))
+        tasks.append(planner.task((1, 1, 1)))
+    plans = make_plans(tasks, tmp_path)
+    assert [len({program.compiled.compile_s for program in plan.programs}) for plan in plans] == [1, 1]
+    assert plans[0].programs[0].compiled.compile_s == plans[1].programs[0].compiled.compile_s
 
 
 def test_no_more_processes_compile_than_a_container_has_memory_for(tmp_path, monkeypatch):

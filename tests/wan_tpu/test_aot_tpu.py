@@ -38,6 +38,8 @@ from wan_tpu_kernels.linear import linear
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install '.[tpu]'")
 from actors.planning.slice_description import describe_slice
+from cluster.chips import ANNOUNCED
+from wan_tpu.versions import installed_version
 
 pytestmark = pytest.mark.loads_libtpu
 
@@ -69,6 +71,14 @@ def test_kinds_of_slices_are_known_to_the_compiler(name, devices):
 def test_an_unknown_topology_is_refused(v6e_4):
     with pytest.raises(InvalidInput, match="v6e:3x7"):
         dataclasses.replace(v6e_4, topology="v6e:3x7").devices()
+
+
+@pytest.mark.parametrize("chip", ANNOUNCED.values(), ids=ANNOUNCED)
+def test_announced_generation_is_still_refused(chip, v6e_4):
+    """If it isn't any more, its file moves to cluster/generations/, and gets the shapes and links of its slices."""
+    with pytest.raises(InvalidInput, match=chip.compiler):
+        dataclasses.replace(v6e_4, topology=f"{chip.compiler}:2x2").devices()
+    assert chip.refused_by == f"libtpu {installed_version('libtpu')}"
 
 
 def test_what_is_compiled_without_chips_has_the_flags_of_a_host_with_chips(v6e_4):

@@ -54,10 +54,10 @@ def describe_build() -> dict[str, str]:
 
 
 @functools.cache
-def source_digest() -> str:
-    """Return a digest of the code that programs are traced from."""
+def source_digest(packages: tuple[str, ...] = SOURCES) -> str:
+    """Return a digest of the code that programs are traced from, or of some of its packages."""
     checksum = hashlib.sha256()
-    for package in SOURCES:
+    for package in packages:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             continue

@@ -2,7 +2,7 @@
 
 A separate process is used because a full-size program takes gigabytes to compile, and because the compiler may crash
 instead of refusing. The scheduled HLO, the memory it needs and the seconds it took are stored under a key of everything
-that affects them.
+that affects them; and again under one of the traced program, which several models may have.
 """
 
 import contextlib
@@ -51,6 +51,7 @@ class Job:
     # What the program depends on besides slice and build, as `key.describe_program` says. The request isn't part of it:
     # it acts only through the shapes of the program's arguments.
     depends_on: Mapping[str, str]
+    stages: tuple[str, ...]  # Stages that have the program: others aren't traced to compile it.
     images: int | None = None  # How many images the request has; the usual number if None.
     text_rows: int | None = None  # `Model.text_rows`, if not the usual.
     decoder: str | None = None  # As for `published_spec`.
@@ -69,7 +70,8 @@ class Job:
         slice_ = fields.pop("slice")
         slice_ |= {name: tuple(slice_[name]) for name in ("host_bounds", "wraps")}
         slice_["hardware"] = Hardware(**slice_["hardware"])
-        return cls(**fields | {"mesh": tuple(fields["mesh"]), "slice": DescribedSlice(**slice_)})
+        tuples = {name: tuple(fields[name]) for name in ("mesh", "stages")}
+        return cls(**fields | tuples | {"slice": DescribedSlice(**slice_)})
 
 
 @dataclass(frozen=True)
@@ -245,9 +247,9 @@ def _answer() -> None:
         print(file=answers, flush=True)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=3)  # A plan has jobs of encoder, experts and decoder.
 def _list_programs(text: str) -> "StagePrograms":
-    """Return the programs of a plan; `text` is what `Job.from_json` reads, of any of its jobs."""
+    """Return the programs of some stages of a plan; `text` is what `Job.from_json` reads, of any of their jobs."""
     from wan_tpu.aot.programs import AbstractRuntime, stage_programs  # Importing torch and diffusers takes seconds.
     from wan_tpu.families.model import published_model
     from wan_tpu.runtime.mesh import make_mesh
@@ -258,7 +260,7 @@ def _list_programs(text: str) -> "StagePrograms":
         published = published.for_text(job.text_rows)
     placed = make_mesh(job.mesh, heads=published.spec.heads, devices=job.slice.devices())
     return stage_programs(
-        AbstractRuntime(published, placed, job.dtype), ResolvedRequest(**job.request), images=job.images
+        AbstractRuntime(published, placed, job.dtype), ResolvedRequest(**job.request), job.stages, images=job.images
     )
 
 
@@ -266,7 +268,7 @@ def _compile(job: Job, result: Path) -> None:
     """Compile a job and write `result`.json and .hlo.gz."""
     import jax
 
-    # All jobs of a plan are the same but for these two fields.
+    # All jobs of the same stages are the same but for these two fields.
     shared = dataclasses.asdict(dataclasses.replace(job, program="", depends_on={}))
     program, args, _ = _list_programs(json.dumps(shared, sort_keys=True))[job.program]
     weights = sum(_count_shard_bytes(leaf) for leaf in jax.tree.leaves(args[0]))
@@ -275,19 +277,39 @@ def _compile(job: Job, result: Path) -> None:
     def measure_taken() -> tuple[float, float]:
         return time.perf_counter() - start, time.process_time() - start_cpu
 
+    same, hlo = None, ""
     try:
-        built = program.compile(*args)
+        lowered = program.lower(*args)
+        same = result.with_name(f"program-{_digest_program(job, lowered.as_text(), weights)}")
+        if (known := _read(same.with_suffix(".json"), same.with_suffix(".hlo.gz"))) is not None:
+            compiled, hlo = known
+        else:
+            built = program.compile_lowered(lowered, *args)
+            seconds = measure_taken()
+            memory = built.memory_analysis()
+            # A program that uses few of the weights doesn't take all of them as arguments.
+            inputs = max(0, memory.argument_size_in_bytes - weights)
+            other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+            compiled = Compiled(*seconds, weights, other, code_bytes=memory.generated_code_size_in_bytes)
+            hlo = built.as_text()
     except DoesNotFit as error:
         compiled = describe_refusal(error, measure_taken(), weights)
-    else:
-        seconds = measure_taken()
-        memory = built.memory_analysis()
-        # A program that uses few of the weights doesn't take all of them as arguments.
-        inputs = max(0, memory.argument_size_in_bytes - weights)
-        other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-        compiled = Compiled(*seconds, weights, other, code_bytes=memory.generated_code_size_in_bytes)
-        result.with_suffix(".hlo.gz").write_bytes(gzip.compress(built.as_text().encode()))
+    if hlo:
+        result.with_suffix(".hlo.gz").write_bytes(gzip.compress(hlo.encode()))
     result.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(compiled)))
+    if same is None or known is not None:
+        return
+    for suffix in (".hlo.gz", ".json"):
+        with contextlib.suppress(OSError):  # Another process has just compiled it, too, or a refusal has no HLO.
+            same.with_suffix(suffix).unlink(missing_ok=True)
+            os.link(result.with_suffix(suffix), same.with_suffix(suffix))
+
+
+def _digest_program(job: Job, text: str, weights: int) -> str:
+    """Return a digest of all that the report on a traced program depends on: models of a family share programs."""
+    build = {name: value for name, value in key.describe_build().items() if name != "source"}
+    answers = [field.name for field in dataclasses.fields(Compiled)]
+    return key.digest(json.dumps([text, weights, job.slice.topology, job.slice.host_bounds, build, answers]))
 
 
 def describe_refusal(error: DoesNotFit, seconds: tuple[float, float], weights: int) -> Compiled:

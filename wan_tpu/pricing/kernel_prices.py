@@ -19,6 +19,7 @@ from wan_tpu.pricing.kernel_calls import KernelCall
 from wan_tpu.versions import installed_version
 
 _log = logging.getLogger(__name__)
+_counting: dict[Path, threading.Lock] = {}  # By the file that keeps a kernel's count.
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,6 @@ class KernelPrices:
         self._macs_a_cycle = hardware.peak_flops / 2 / hardware.clock_hz / cores
         self._beyond = hardware.grid_step_s * hardware.clock_hz  # Cycles of a grid step that no bundle accounts for.
         self._count = count
-        self._counting: dict[str, threading.Lock] = {}
 
     def __call__(self, call: KernelCall) -> float | None:
         """Return the cycles of one call; None, and the reason in the log, when it can't be compiled alone."""
@@ -74,11 +74,11 @@ class KernelPrices:
 
     def bundles(self, call: KernelCall) -> StepBundles:
         """Return the bundles of one grid step. What several threads ask for at once is counted once."""
-        with self._counting.setdefault(call.digest, threading.Lock()):
-            return self._bundles(call)
-
-    def _bundles(self, call: KernelCall) -> StepBundles:
         file = self._folder / f"kernel-{self._hardware.name}-{key.digest(f'{call.digest} {_describe_counter()}')}.json"
+        with _counting.setdefault(file, threading.Lock()):
+            return self._bundles(call, file)
+
+    def _bundles(self, call: KernelCall, file: Path) -> StepBundles:
         try:
             return StepBundles(**json.loads(file.read_text())["bundles"])
         except (FileNotFoundError, KeyError, TypeError, ValueError):  # Never counted, or the disk was full.

@@ -112,6 +112,7 @@ class SlicePlan:
     text_rows: int | None = None
     # How a video that is made chunk by chunk plays, by where its chunks are decoded.
     playbacks: Mapping[str, Playback] = field(default_factory=dict)
+    made: Mapping[str, str] | None = None  # Date and versions of a shipped plan; None if it was compiled here.
 
     def needs(self, experts: Sequence[Expert]) -> dict[str, StageNeeds]:
         """Return what each stage of the model needs, expert by expert, without those that can't be compiled.

@@ -72,6 +72,7 @@ def compare(plans: Sequence[SlicePlan]) -> str:
 def to_json(plan: SlicePlan) -> dict[str, Any]:
     return {
         "model": plan.model,
+        "made": plan.made,
         "request": plan.request.to_json(),
         "images": plan.images,
         "text_rows": plan.text_rows,

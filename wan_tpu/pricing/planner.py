@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 from PIL import Image
@@ -84,34 +84,29 @@ class SlicePlanner:
     def plan(
         self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None
     ) -> SlicePlan:
-        """Return the plan on a mesh (None: default axes); `only` keeps one program, `stages` those of some stages.
+        """Return the plan on a mesh; arguments and errors are those of `make_plans`."""
+        [plan] = make_plans([self.task(mesh, only, stages)], self._cache)
+        return plan
 
-        Raises `MeshError` when the mesh doesn't fit slice or model, `InvalidRequest` when no program is called `only`,
-        `Unavailable` when a process that compiles is killed.
-        """
-        placed = self.mesh(mesh)
-        tokens = self._model.spec.tokens(self._model.spec.latent_shape(self._request))
-        jobs = self.jobs(placed, stages)
-        if only is not None and only not in jobs:
-            hint = did_you_mean(only, jobs)
-            raise InvalidRequest(f"there is no program {only!r}{hint}; this model has {', '.join(map(repr, jobs))}")
-        chosen = [name for name in jobs if only in (None, name)]
-        with contextlib.closing(Compilers(self._cache)) as compilers, ThreadPoolExecutor(compilers.count) as pool:
-            # Steps take longest, so they begin first. Most of the work is done by child processes.
-            order = sorted(chosen, key=lambda name: name not in DENOISE_PROGRAMS)
-            planned = {
-                name: pool.submit(self._program, compilers, *jobs[name], placed, f"program {i} of {len(chosen)}")
-                for i, name in enumerate(order, 1)
-            }
-            try:
-                for program in as_completed(planned.values()):
-                    program.result()
-            except BaseException:
-                # Otherwise leaving the block would wait for all that is yet to be compiled.
-                pool.shutdown(wait=False, cancel_futures=True)
-                compilers.close()
-                raise
-        programs = [planned[name].result() for name in chosen]
+    def task(self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None) -> "Task":
+        return Task(self, mesh, only, stages)
+
+    def start(
+        self, task: "Task", compilers: Compilers, pool: ThreadPoolExecutor
+    ) -> tuple[Mesh, dict[str, "Future[ProgramPlan]"]]:
+        """Begin to compile and price the programs of a task of this planner; return its mesh and them, by name."""
+        placed = self.mesh(task.mesh)
+        jobs = self.jobs(placed, task.stages, task.only)
+        # Steps take longest, so they begin first. Most of the work is done by child processes.
+        order = sorted(jobs, key=lambda name: name not in DENOISE_PROGRAMS)
+        started = {
+            name: pool.submit(self._program, compilers, *jobs[name], placed, f"program {i} of {len(jobs)}")
+            for i, name in enumerate(order, 1)
+        }
+        return placed, {name: started[name] for name in jobs}
+
+    def finish(self, placed: Mesh, programs: Sequence[ProgramPlan]) -> SlicePlan:
+        """Return the plan that programs on a mesh make."""
         stage_plans = tuple(self._stages(programs))
         spec = self._model.spec
         experts = {*spec.denoise_stages, *(expert.stage for expert in spec.experts(self._request))}
@@ -121,7 +116,7 @@ class SlicePlanner:
             slice=self._slice,
             mesh=MeshShape(**placed.shape),
             request=self._request,
-            tokens=tokens,
+            tokens=spec.tokens(spec.latent_shape(self._request)),
             stages=stage_plans,
             same_weights=self._model.same_weights,
             experts=len(weights),
@@ -149,16 +144,24 @@ class SlicePlanner:
                 if self._model.spec.heads % tp == 0:
                     yield MeshShape(dp, len(devices) // (dp * tp), tp)
 
-    def jobs(self, mesh: Mesh, stages: Sequence[str] | None = None) -> dict[str, tuple[Job, int]]:
-        """Return the job that compiles each program, and how often the program runs for a video, by its name."""
-        programs = stage_programs(
-            AbstractRuntime(self._model, mesh, self._dtype), self._request, stages, images=self._images
-        )
+    def jobs(
+        self, mesh: Mesh, stages: Sequence[str] | None = None, only: str | None = None
+    ) -> dict[str, tuple[Job, int]]:
+        """Return the job that compiles each program, and how often the program runs for a video, by its name.
+
+        Args:
+            stages: Those whose programs are returned; all if None.
+            only: The one program that is returned; all if None. Raises `InvalidRequest` if there is none.
+        """
+        runtime = AbstractRuntime(self._model, mesh, self._dtype)
         traced_with = key.settings(self._model.config, self._dtype)
         fields = self._request.without_files().to_json()
-        return {
-            name: (
-                Job(
+        jobs: dict[str, tuple[Job, int]] = {}
+        for group in self._group_stages(stages):
+            for name, (_, arguments, calls) in stage_programs(
+                runtime, self._request, group, images=self._images
+            ).items():
+                job = Job(
                     model=self._name,
                     program=name,
                     slice=self._slice,
@@ -166,14 +169,24 @@ class SlicePlanner:
                     request=fields,
                     dtype=self._dtype,
                     depends_on=key.describe_program(name, arguments, mesh, traced_with),
+                    stages=group,
                     images=self._images,
                     text_rows=self._text_rows,
                     decoder=self._decoder,
-                ),
-                calls,
-            )
-            for name, (_, arguments, calls) in programs.items()
-        }
+                )
+                jobs[name] = job, calls
+            if only in jobs:
+                return {only: jobs[only]}
+        if only is not None:
+            hint = did_you_mean(only, jobs)
+            raise InvalidRequest(f"there is no program {only!r}{hint}; this model has {', '.join(map(repr, jobs))}")
+        return jobs
+
+    def _group_stages(self, stages: Sequence[str] | None) -> list[tuple[str, ...]]:
+        """Return the stages in groups that share no program; first the experts, whose tracing takes a sixtieth."""
+        first, *experts, last = self._model.spec.components
+        groups = [tuple(s for s in group if stages is None or s in stages) for group in (experts, [first], [last])]
+        return [group for group in groups if group]
 
     def _program(self, compilers: Compilers, job: Job, calls: int, mesh: Mesh, place: str) -> ProgramPlan:
         name, shape = job.program, tuple(mesh.shape.values())
@@ -205,7 +218,7 @@ class SlicePlanner:
         }
         return {place: playback for place, playback in playbacks.items() if playback is not None}
 
-    def _stages(self, programs: list[ProgramPlan]) -> Iterator[StagePlan]:
+    def _stages(self, programs: Sequence[ProgramPlan]) -> Iterator[StagePlan]:
         flops, spec = self._model.flops, self._model.spec
         images = spec.images_of(self._request)[0] if self._images is None else self._images
         denoise = [
@@ -235,3 +248,36 @@ class SlicePlanner:
         if decoder:
             operations = flops.decoder(self._model.spec.decoded_shape(self._request))
             yield StagePlan("decoder", tuple(decoder), operations, host_s["decoder"])
+
+
+class Task(NamedTuple):
+    """A plan to make."""
+
+    planner: SlicePlanner
+    mesh: Sequence[int | None]  # None: the default of that axis.
+    only: str | None = None  # The one program to plan; all if None.
+    stages: Sequence[str] | None = None  # Those to plan; all if None.
+
+
+def make_plans(tasks: Sequence[Task], cache: Path) -> list[SlicePlan]:
+    """Return the plan of each task; the programs of all are compiled by the same processes, in the folder `cache`.
+
+    Raises:
+        MeshError: A mesh doesn't fit its slice or model.
+        InvalidRequest: No program is called `only`.
+        Unavailable: A process that compiles was killed.
+    """
+    with contextlib.closing(Compilers(cache)) as compilers, ThreadPoolExecutor(compilers.count) as pool:
+        try:
+            started = [task.planner.start(task, compilers, pool) for task in tasks]
+            for program in as_completed([program for _, programs in started for program in programs.values()]):
+                program.result()
+        except BaseException:
+            # Otherwise leaving the block would wait for all that is yet to be compiled.
+            pool.shutdown(wait=False, cancel_futures=True)
+            compilers.close()
+            raise
+    return [
+        task.planner.finish(placed, [program.result() for program in programs.values()])
+        for task, (placed, programs) in zip(tasks, started, strict=True)
+    ]

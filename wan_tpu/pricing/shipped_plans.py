@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from wan_tpu.aot import key
 from wan_tpu.aot.topology import DescribedSlice
+from wan_tpu.data import write_whole
 from wan_tpu.pricing.plan import SlicePlan, StagePlan
 from wan_tpu.pricing.playback import Playback
 from wan_tpu.pricing.question import Question
@@ -31,12 +33,18 @@ class ShippedPlan:
     """A line of a file."""
 
     question: Question
-    made: Mapping[str, str]  # The date, and the versions of what compiled it.
-    fields: Mapping[str, Any]  # The plan's fields besides model, slice and request, as JSON values.
+    # The date, the versions of what compiled it, and "kernels", a digest of our kernels' sources. Some have no digest.
+    made: Mapping[str, str]
+    fields: Mapping[str, Any]  # The plan's fields besides model, slice, request and `made`, as JSON values.
 
     def is_for(self, mesh: Sequence[int | None]) -> bool:
         """Return whether it is for a mesh (None: any size of that axis)."""
         return all(wanted in (None, size) for wanted, size in zip(mesh, self.fields["mesh"], strict=True))
+
+    @property
+    def has_these_kernels(self) -> bool:
+        """Whether it was made with the kernels that are installed."""
+        return self.made.get("kernels") == _digest_kernels()
 
     def answer(self, model: str, described: DescribedSlice, request: ResolvedRequest) -> SlicePlan:
         """Return the plan for a request that asks its question."""
@@ -45,7 +53,7 @@ class ShippedPlan:
             "stages": _STAGES.validate_python(self.fields["stages"]),
             "playbacks": _PLAYBACKS.validate_python(self.fields["playbacks"]),
         }
-        return SlicePlan(model=model, slice=described, request=request, **fields)
+        return SlicePlan(model=model, slice=described, request=request, made=self.made, **fields)
 
 
 def find(model: str, question: Question, mesh: Sequence[int | None]) -> ShippedPlan | None:
@@ -62,17 +70,21 @@ def read(model: str) -> Iterator[ShippedPlan]:
 
 
 def add(plan: SlicePlan, dtype: str, date: str) -> None:
-    """Write a plan to its model's file, instead of one that answers the same question."""
+    """Write a plan to its model's file, instead of one that answers the same question; raises `OutputError`."""
     question = Question.of(plan.slice.name, dtype, plan.request)
-    made = {"date": date} | {name: installed_version(name) for name in ("jax", "libtpu")}
+    versions = {name: installed_version(name) for name in ("jax", "libtpu")}
     fields = dataclasses.asdict(plan)
-    for name in ("model", "slice", "request"):
+    for name in ("model", "slice", "request", "made"):
         del fields[name]
-    new = ShippedPlan(question, made, _round(fields))
+    new = ShippedPlan(question, {"date": date, **versions, "kernels": _digest_kernels()}, _round(fields))
     plans = [shipped for shipped in read(plan.model) if shipped.question != question] + [new]
     lines = [json.dumps(dataclasses.asdict(shipped), separators=(",", ":")) for shipped in plans]
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{plan.model}.jsonl").write_text("".join(f"{line}\n" for line in sorted(lines)))
+    write_whole(FOLDER / f"{plan.model}.jsonl", "".join(f"{line}\n" for line in sorted(lines)).encode())
+
+
+def _digest_kernels() -> str:
+    return key.source_digest(("wan_tpu_kernels",))
 
 
 def _round(value: Any) -> Any:

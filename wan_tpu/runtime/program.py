@@ -141,32 +141,45 @@ class Program:
         name = f"{self._name}, {self._precision} precision"
         return self._executables.get(name, args, self._mesh, lambda: self._build(args))
 
-    def _lower(self, args: tuple[Any, ...]) -> Any:
+    def _build(self, args: tuple[Any, ...]) -> Any:
+        start = time.perf_counter()
+        self._on_compile(self._name)
+        try:
+            compiled = self.compile_lowered(self.lower(*args), *args)
+        finally:
+            self._on_compile(None)
+        self.compile_s += time.perf_counter() - start
+        return compiled
+
+    def lower(self, *args: Any) -> Any:
+        """Return the traced program for arguments like these, which isn't kept; errors are those of `compile`."""
+
         # JAX keeps its traces of a function for as long as the function exists: each size has its own.
         @functools.wraps(self.function)
         def function_of_size(*args: Any) -> Any:
             return self.function(*args)
 
-        return jax.jit(function_of_size, out_shardings=self._results).lower(*args)
+        with self._explain(args):
+            return jax.jit(function_of_size, out_shardings=self._results).lower(*args)
 
-    def _build(self, args: tuple[Any, ...]) -> Any:
-        start = time.perf_counter()
-        self._on_compile(self._name)
+    def compile_lowered(self, lowered: Any, *args: Any) -> Any:
+        """Return the executable of what `lower` returned for arguments, which isn't kept; errors: as of `compile`."""
+        with self._explain(args):
+            return lowered.compile(compiler_options=self._options)
+
+    @contextmanager
+    def _explain(self, args: tuple[Any, ...]) -> Iterator[None]:
         try:
             with (
                 jax.default_matmul_precision(self._precision),
                 jax.set_mesh(self._mesh),
                 _explain_memory(self._name, args),
             ):
-                compiled = self._lower(args).compile(compiler_options=self._options)
+                yield
         except NoRoom as error:
             raise DoesNotFit(f"{self._name}: {error}") from error
         except jax.errors.JaxRuntimeError as error:
             raise CompileFailed(f"{self._name} can't be compiled: {str(error).splitlines()[0]}") from error
-        finally:
-            self._on_compile(None)
-        self.compile_s += time.perf_counter() - start
-        return compiled
 
 
 def fetch(result: jax.Array, name: str) -> np.ndarray:
