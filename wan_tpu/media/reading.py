@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import signal
 import subprocess
 import tempfile
 import threading
@@ -24,8 +23,6 @@ from wan_tpu.sources.disk import is_permanent
 _TIMEOUT_S = 600.0
 _SAMPLES = re.compile(rb"Audio: pcm_f32le, (\d+) Hz, (mono|stereo)")
 _REMEDY = "give an mp4, or what else ffmpeg reads"
-# A machine or its operator ends a process by these signals. Others, such as SIGSEGV, come from a damaged file.
-_OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
 
 
 def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) -> list[Image.Image]:
@@ -188,18 +185,7 @@ def _open(
             if descriptors:
                 file.seek(0)
             command = ["-y", "-nostdin", *source, *options]
-            try:
-                done = run_ffmpeg(command, timeout_s=timeout_s, cancelled=cancelled, descriptors=descriptors)
-            except subprocess.TimeoutExpired:
-                raise Unavailable(
-                    f"{name} can't be read within {timeout_s:.0f} s; check the disk that it lies on, and try again"
-                ) from None
-            except OSError as error:
-                raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
-            if done.returncode in _OUTSIDE_SIGNALS:
-                ended_by = signal.Signals(-done.returncode).name
-                raise Unavailable(f"ffmpeg was killed ({ended_by}) while it read {name}; check the machine's memory")
-            return done
+            return run_ffmpeg(command, subject=name, timeout_s=timeout_s, cancelled=cancelled, descriptors=descriptors)
 
         yield run
 
