@@ -6,7 +6,7 @@ from pathlib import Path
 from wan_tpu.errors import OutputError
 from wan_tpu.media.encoding import AAC
 from wan_tpu.media.ffmpeg import run_ffmpeg
-from wan_tpu.media.shown import mix_sound
+from wan_tpu.media.shown import play_sound
 
 _TIMEOUT_S = 600.0  # It takes so long only if a disk or a machine hangs.
 
@@ -28,10 +28,9 @@ def convert_sound(
         OutputError: The result can't be written.
         Unavailable: The machine fails.
     """
-    filters = ",".join([*mix_sound(layout, into), f"aresample={rate}:async=1:first_pts=0"])
     # ffmpeg reads a colon in a relative path as a protocol.
     command = ["-y", "-v", "error", "-i", str(video.absolute()), "-map", "0:V:0", "-map", "0:a:0", "-c:v", "copy"]
-    command += ["-af", filters, *AAC.split(), str(output.absolute())]
+    command += ["-af", play_sound(layout, into, rate), *AAC.split(), str(output.absolute())]
     done = run_ffmpeg(command, subject=str(video), timeout_s=_TIMEOUT_S, cancelled=cancelled)
     if done.returncode:
         message = (done.stderr.decode(errors="replace").strip().splitlines() or ["it has no sound"])[-1]
