@@ -83,21 +83,16 @@ def run_ffmpeg(
         ) from None
     except OSError as error:
         raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
-    done = subprocess.CompletedProcess(command, process.returncode, output, messages)
     if process.returncode == _NOT_STARTED:
         reason = messages.decode(errors="replace").strip()
         raise Unavailable(f"ffmpeg can't be started ({reason}); make room on this machine")
     if process.returncode in _OUTSIDE_SIGNALS:
         ended_by = signal.Signals(-process.returncode).name
         raise Unavailable(f"ffmpeg was killed ({ended_by}) at {subject}; check this machine's memory")
-    if lacks_resources(done):
+    # A run that goes on without memory may have written fewer frames.
+    if process.returncode in _SHORTAGE_EXITS or _SHORTAGE.search(messages):
         raise Unavailable(f"ffmpeg gets too little memory or too few threads for {subject}; check this machine")
-    return done
-
-
-def lacks_resources(done: "subprocess.CompletedProcess[bytes]") -> bool:
-    """Return whether a run of ffmpeg got no memory or no thread. Such a run may have written fewer frames, or none."""
-    return done.returncode in _SHORTAGE_EXITS or _SHORTAGE.search(done.stderr) is not None
+    return subprocess.CompletedProcess(command, process.returncode, output, messages)
 
 
 def _wait(process: "subprocess.Popen[bytes]", until: float, cancelled: threading.Event) -> tuple[bytes, bytes]:

@@ -14,7 +14,6 @@ from actors.api.untrusted.reader_limits import ReaderLimits
 from actors.api.untrusted.references import VIDEO
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.encoding import exact_rate
-from wan_tpu.media.ffmpeg import lacks_resources
 from wan_tpu.media.shown import Fit, ShownVideo, decode_sound
 from wan_tpu.reference import FPS, SECONDS
 
@@ -69,7 +68,7 @@ class _File:
             check=False,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s)),
         )
-        if done.returncode < 0 or lacks_resources(done):
+        if done.returncode < 0:
             raise InvalidRequest(
                 f"{self._subject} needs more memory or time to decode than the service allows; send a smaller or "
                 "shorter one",
