@@ -258,8 +258,11 @@ class ModelLimits(abc.ABC):
             )
         if image or last or video:
             other = "image" if image else "last_image" if last else "video"
+            is_read = ("video" if other == "video" else "image") in self.reference_counts
+            instead = f", or {other} as one of the references" if is_read else ""
             raise InvalidRequest(
-                f"references and {other} were given; give one of them, {other} perhaps as a reference", "references"
+                f"references and {other} were given, but {self.name} takes one of them; leave one out{instead}",
+                "references",
             )
         self.check_reference_kinds(read)
         others = [reference for reference in references if reference.kind != SOUNDTRACK]

@@ -16,7 +16,7 @@ from PIL import Image
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.model_limits import FULL_STRENGTH, ModelLimits
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
-from wan_tpu.reference import CONTINUED, count_read, find_tail, parse_references
+from wan_tpu.reference import CONTINUED, count_read, find_soundtrack, find_tail, parse_references
 from wan_tpu.request import (
     DIFFUSERS,
     IMAGES,
@@ -36,6 +36,7 @@ from wan_tpu.tail import Tail
 
 LONGEST_CHOICE_S = 20.0  # Of a model that chooses the length, unless a request says otherwise.
 _Request = TypeVar("_Request", bound=GenerationRequest)
+_UNHEARD_S = 0.1  # By how much a soundtrack may be longer or shorter than its video without a warning.
 
 
 class ModelSpec(ModelLimits):
@@ -347,6 +348,13 @@ class ModelSpec(ModelLimits):
         """Yield what a request asks for that has no effect, or another one than its author may expect."""
         if request.negative_prompt and not self.is_guided(request):
             yield f"negative_prompt has no effect, because {self.name} makes this video without guidance"
+        track, seconds = find_soundtrack(request.references), request.frames / request.fps
+        if track is not None and track.sample_rate:
+            heard = track.samples / track.sample_rate
+            if heard > seconds + _UNHEARD_S:
+                yield f"the soundtrack is longer than the video, and is cut after {seconds:.2f} s"
+            elif heard < seconds - _UNHEARD_S:
+                yield f"the soundtrack lasts {heard:.2f} s and the video {seconds:.2f} s, which ends in silence"
 
     def check(self, request: ResolvedRequest, *, image: bool, last: bool, video: bool | None = None) -> None:
         """Refuse what `ModelLimits` refuses, and a request with images whose preset is for text only.

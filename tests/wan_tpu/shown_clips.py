@@ -179,13 +179,17 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class SoundKind:
-    """A kind of sound: how its samples are written to a file of sound, and the tones that it has left and right."""
+    """A kind of sound: how its samples are written to a file of sound, and the tones that it has left and right.
+
+    It begins `starts` seconds after the frames.
+    """
 
     channels: int
     options: str = ""
     rate: int = RATE
     tones: tuple[int, int] = (LEFT, RIGHT)
     unnamed: bool = False
+    starts: float = 0
 
     def make(self, path: Path) -> None:
         """Write one second to a QuickTime file."""
@@ -194,6 +198,13 @@ class SoundKind:
         run("-f", "s16le", "-ar", self.rate, *self.options.split(), "-i", samples, "-c:a", "pcm_s16le", path)
         if self.unnamed:
             _unname(path)
+
+    def accompany(self, frames: Path, path: Path, *options: str) -> None:
+        """Write a QuickTime file with the frames of another one and this sound."""
+        sound = path.with_name("sound.mov")
+        self.make(sound)
+        streams = ["-itsoffset", self.starts, "-i", sound, "-i", frames, "-map", "1:v", "-map", "0:a", "-c", "copy"]
+        run(*streams, *options, path)
 
 
 def _unname(path: Path) -> None:
@@ -215,4 +226,5 @@ SOUNDS = {
     "5.1": SoundKind(6, "-ch_layout 5.1"),
     "nine channels without names": SoundKind(9, "-ac 9"),
     "four channels that are unused": SoundKind(4, "-ch_layout FC+FR+FL+TFC", unnamed=True),
+    "begins after its frames": SoundKind(2, "-ac 2", starts=0.5),
 }

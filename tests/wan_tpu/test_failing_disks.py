@@ -122,11 +122,21 @@ def test_inputs_on_a_failing_disk_are_not_the_requests_fault(tmp_path):
         read_frames(tmp_path / "none.mp4", 1)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("KILL", Unavailable), ("SEGV", InvalidRequest)])
-def test_signal_that_ends_ffmpeg_says_whose_fault_it_is(name, kind, tmp_path, monkeypatch):
-    """An operator or the kernel kills it; a damaged video makes it crash."""
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("kill -KILL $$", Unavailable),
+        ("echo '[h264 @ 0x5] pthread_create() failed: Resource temporarily unavailable' >&2; exit 245", Unavailable),
+        ("exit 244", Unavailable),
+        ("echo '[h264 @ 0x5] get_buffer() failed' >&2; exit 69", Unavailable),
+        ("echo '    title   : Cannot allocate memory' >&2; exit 69", InvalidRequest),
+        ("kill -SEGV $$", InvalidRequest),
+    ],
+)
+def test_how_ffmpeg_ends_says_whose_fault_it_is(how, kind, tmp_path, monkeypatch):
+    """An operator or the kernel kills it or refuses it memory or threads; a damaged video makes it crash."""
     program, video = tmp_path / "ffmpeg", tmp_path / "a.mp4"
-    program.write_text(f"#!/bin/sh\nulimit -c 0\nkill -{name} $$\n")
+    program.write_text(f"#!/bin/sh\nulimit -c 0\n{how}\n")
     program.chmod(0o755)
     video.write_bytes(b"video")
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))

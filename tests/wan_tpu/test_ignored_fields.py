@@ -6,6 +6,7 @@ import pytest
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as reference
 
 from wan_tpu.families import published_spec
+from wan_tpu.reference import Reference
 from wan_tpu.request import GenerationRequest
 
 
@@ -57,3 +58,10 @@ def test_quotation_marks_that_may_not_mean_lettering_are_answered_with_a_warning
     assert len(spec.plan(GenerationRequest(prompt=prompt, guidance_scale=1.0)).warnings) == warnings
     rest = reference.extract_glyph_texts(prompt) or ""
     assert ("Text" in rest) == bool(re.search(r'".*"|“.*”', prompt))
+
+
+@pytest.mark.parametrize(("seconds", "warnings"), [(4, 1), (4.97, 0), (5.1, 0), (6, 1)])
+def test_soundtrack_of_another_length_than_the_video_is_answered_with_a_warning(seconds, warnings):
+    track = Reference("soundtrack", None, samples=int(seconds * 8000), sample_rate=8000)
+    request = GenerationRequest(prompt="a cat", references=[track], frames=121)  # 5.04 s.
+    assert len(published_spec("ltx-2.3").plan(request).warnings) == warnings

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tests.wan_tpu.shown_clips import FFMPEG, FPS, FRAMES, HEIGHT, KINDS, LEFT, SOUNDS, WIDTH, paint, play, run
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.encoding import exact_rate
 from wan_tpu.media.joining import join_videos, prepare_source, read_clip
-from wan_tpu.media.reading import count_frames, open_video, read_ending, read_ends, read_frame, read_frames
+from wan_tpu.media.reading import count_frames, open_video, read_ending, read_ends, read_frame, read_frames, read_sound
 from wan_tpu.media.shown import Fit
 from wan_tpu.media.video import VideoWriter
 from wan_tpu.media.video_content import VideoContent
@@ -184,30 +185,54 @@ def listen(path, start_s, stop_s):
     return samples[:, round(start_s * 44100) : round(stop_s * 44100)]
 
 
-def assert_tones(path, tones, start_s, stop_s):
-    """Check the loudest tone of each side within a part of a file."""
-    sound = listen(path, start_s, stop_s)
+def assert_tones(sound, tones, start_s, stop_s, rate=44100):
+    """Check the loudest tone of each side within a part of a sound, [1 or 2, n]."""
+    sound = np.broadcast_to(sound, (2, sound.shape[1]))[:, round(start_s * rate) : round(stop_s * rate)]
     for side, tone in zip(sound, tones, strict=True):
         spectrum = np.abs(np.fft.rfft(side))
-        assert spectrum.argmax() * 44100 / sound.shape[1] == pytest.approx(tone, abs=3)
+        assert spectrum.argmax() * rate / sound.shape[1] == pytest.approx(tone, abs=3)
         assert 0.02 < np.abs(side).max() < 1
 
 
 @pytest.mark.parametrize("codec", ["ours", pytest.param("mpeg4", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", SOUNDS)
 def test_sound_of_every_kind_goes_on_in_stereo(name, codec, tmp_path):
-    sound, plain, path, joined = (tmp_path / f"{part}.mov" for part in ("sound", "plain", "clip", "all"))
-    SOUNDS[name].make(sound)
+    kind = SOUNDS[name]
+    plain, path, joined = (tmp_path / f"{part}.mov" for part in ("plain", "clip", "all"))
     write_own(plain.with_suffix(".mp4"))
-    streams = ["-i", plain.with_suffix(".mp4"), "-map", "1:v", "-map", "0:a", "-c", "copy"]
-    run("-i", sound, *streams, *([] if codec == "ours" else ["-c:v", codec, "-q:v", "2"]), path)
+    kind.accompany(plain.with_suffix(".mp4"), path, *([] if codec == "ours" else ["-c:v", codec, "-q:v", "2"]))
     source = prepare_source(path, tmp_path, Fit(HEIGHT, WIDTH), FPS)
     join_videos([source, plain.with_suffix(".mp4"), source], joined)
+    heard = listen(joined, 0, 9)
     for start in (0, 2):
-        assert_tones(joined, SOUNDS[name].tones, start + 0.1, start + 0.9)
+        assert np.abs(listen(joined, start + 0.1, max(start + 0.1, start + kind.starts - 0.1))).max(initial=0) < 0.01
+        assert_tones(heard, kind.tones, start + kind.starts + 0.1, start + 0.9)
     assert np.abs(listen(joined, 1.1, 1.9)).max() < 0.01
-    assert listen(joined, 0, 9).shape[1] / 44100 == pytest.approx(3, abs=0.1)
+    assert heard.shape[1] / 44100 == pytest.approx(3, abs=0.1)
     assert read_clip(joined).sound[::2] == ("aac", "mono" if (name, codec) == ("mono", "ours") else "stereo")
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+def test_sound_of_every_kind_is_read_as_it_is_played_beside_its_frames(name, tmp_path):
+    kind, path = SOUNDS[name], tmp_path / "clip.mov"
+    kind.accompany(write_own(tmp_path / "plain.mp4"), path)
+    for source in (path, VideoContent(path.read_bytes())):
+        sound, rate = read_sound(source, 1)
+        assert (rate, sound.shape) == (kind.rate, (min(kind.channels, 2), kind.rate))
+        assert not sound[:, : round((kind.starts - 0.01) * rate)].any() or not kind.starts
+        assert_tones(sound, kind.tones, kind.starts + 0.1, 0.9, rate)
+        frames, ending = read_ending(source, fps=FPS, count=4)
+        assert len(frames) == 4 and ending[1] == rate
+        assert np.array_equal(ending[0], sound[:, -round(4 / FPS * rate) :])
+
+
+def test_a_file_without_sound_says_so(tmp_path):
+    with pytest.raises(InvalidRequest, match="sound"):
+        read_sound(write_own(tmp_path / "plain.mp4"), 1)
+    damaged = tmp_path / "damaged.wav"
+    damaged.write_bytes(b"RIFF" + bytes(40))
+    with pytest.raises(InvalidRequest, match="Invalid data"):
+        read_sound(damaged, 1)
 
 
 def test_sound_stays_when_a_video_is_continued_from_its_own_file_again_and_again(tmp_path):
@@ -240,7 +265,7 @@ def test_sound_that_some_other_program_put_beside_our_frames_is_encoded_again(tm
     # The sound is cut between packets, as the file says, so it begins otherwise than ours does.
     run("-ss", "0.31", "-i", sound, "-i", plain, "-map", "1:v", "-map", "0:a", "-c", "copy", "-t", "1", path)
     join_videos([path, plain], joined)
-    assert_tones(joined, (LEFT, LEFT), 0.1, 0.9)
+    assert_tones(listen(joined, 0, 9), (LEFT, LEFT), 0.1, 0.9)
     assert read_clip(joined).is_even
 
 

@@ -19,6 +19,7 @@ from wan_tpu.commands.sizes import read_size_with_frames
 from wan_tpu.families import published_spec
 from wan_tpu.fields import describe, type_of
 from wan_tpu.media.image import load_image
+from wan_tpu.reference import Reference
 from wan_tpu.request import FIELDS, LIMITS, ResolvedRequest, parse_size
 
 
@@ -94,6 +95,14 @@ def test_video_has_sound_if_the_model_makes_it_unless_a_request_says_no():
     assert "generate_audio" not in GenerationRequest().to_json()
     for choice in (True, False):
         assert resolve(SOUND_SPEC, generate_audio=choice).to_json()["generate_audio"] is choice
+
+
+@pytest.mark.parametrize("model", ["ltx-2.3", "minimax-h3"])
+def test_an_image_beside_references_is_advised_to_be_one_where_the_model_takes_one(model):
+    spec, track = published_spec(model), Reference("soundtrack", None, samples=9, sample_rate=9)
+    with pytest.raises(InvalidRequest) as raised:
+        spec.plan(GenerationRequest(prompt="a cat", references=[track]), image=True)
+    assert ("references" in str(raised.value).partition(";")[2]) == ("image" in spec.reference_counts)
 
 
 def test_every_field_is_described_and_every_number_has_limits():

@@ -1,6 +1,9 @@
 """Run ffmpeg so that it doesn't outlive whoever waits for it."""
 
+import errno
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -8,6 +11,8 @@ import time
 from collections.abc import Sequence
 
 import imageio_ffmpeg
+
+from wan_tpu.errors import Unavailable
 
 _LOOK_S = 0.25  # How often to look whether a run is still wanted.
 # An ffmpeg that reads or writes a pipe ends soon after the process at its other end. One that reads and writes files
@@ -24,11 +29,22 @@ if os.getppid() == int(sys.argv[1]):
 sys.exit(127)
 """
 _NOT_STARTED = 127  # ffmpeg itself never exits with this.
+# A machine or its operator ends a process by these signals. Others, such as SIGSEGV, come from a damaged file.
+_OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
+# What ffmpeg exits with, and what it and its libraries say, where the machine gives it no memory or no thread. Lines
+# that begin with a space describe the file.
+_SHORTAGE_EXITS = {256 - errno.EAGAIN, 256 - errno.ENOMEM}
+_SHORTAGE = re.compile(
+    rb"^\S.*(?:Cannot allocate memory|Resource temporarily unavailable|get_buffer\(\) failed|malloc of size \d+ failed|"
+    rb"Error while opening encoder|failed to map segment)|^MemoryError",
+    re.M,
+)
 
 
 def run_ffmpeg(
     arguments: Sequence[str],
     *,
+    subject: str,
     timeout_s: float,
     cancelled: threading.Event | None = None,
     descriptors: Sequence[int] = (),
@@ -39,27 +55,43 @@ def run_ffmpeg(
 
     Args:
         arguments: What follows the name of the program.
+        subject: What it works on, in messages.
         timeout_s: How long it may take, in seconds.
         cancelled: Another thread may set this.
         descriptors: Open files that it may use.
 
     Raises:
-        OSError: It can't be started.
-        subprocess.TimeoutExpired: It took too long.
+        Unavailable: It can't be started, takes too long, or gets too little of this machine.
     """
     command = [imageio_ffmpeg.get_ffmpeg_exe(), *arguments]
     if sys.platform == "linux":
         command = [sys.executable, "-ISc", _END_WITH_PARENT, str(os.getpid()), *command]
     pipe = subprocess.PIPE
     # With a terminal as its input, ffmpeg would read key presses.
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, pass_fds=descriptors) as process:
-        try:
-            output, messages = _wait(process, time.monotonic() + timeout_s, cancelled or threading.Event())
-        except BaseException:
-            process.kill()
-            raise
+    try:
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, pass_fds=descriptors
+        ) as process:
+            try:
+                output, messages = _wait(process, time.monotonic() + timeout_s, cancelled or threading.Event())
+            except BaseException:
+                process.kill()
+                raise
+    except subprocess.TimeoutExpired:
+        raise Unavailable(
+            f"ffmpeg doesn't finish {subject} within {timeout_s:g} s; check this machine and its disks, and try again"
+        ) from None
+    except OSError as error:
+        raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
     if process.returncode == _NOT_STARTED:
-        raise OSError(0, messages.decode(errors="replace"))
+        reason = messages.decode(errors="replace").strip()
+        raise Unavailable(f"ffmpeg can't be started ({reason}); make room on this machine")
+    if process.returncode in _OUTSIDE_SIGNALS:
+        ended_by = signal.Signals(-process.returncode).name
+        raise Unavailable(f"ffmpeg was killed ({ended_by}) at {subject}; check this machine's memory")
+    # A run that goes on without memory may have written fewer frames.
+    if process.returncode in _SHORTAGE_EXITS or _SHORTAGE.search(messages):
+        raise Unavailable(f"ffmpeg gets too little memory or too few threads for {subject}; check this machine")
     return subprocess.CompletedProcess(command, process.returncode, output, messages)
 
 

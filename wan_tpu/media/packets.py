@@ -107,7 +107,7 @@ def open_media(source: Path | bytes) -> Iterator[InputContainer]:
 
     Raises:
         InvalidRequest: It can't be read as a video, also within the block.
-        Unavailable: The disk fails, also within the block.
+        Unavailable: The disk or the machine fails, also within the block.
     """
     name = f"of {len(source)} bytes" if isinstance(source, bytes) else str(source)
     try:
@@ -116,8 +116,9 @@ def open_media(source: Path | bytes) -> Iterator[InputContainer]:
         with av.open(place, "r", options=_READ) as file:
             yield file
     except av.error.FFmpegError as error:
-        if isinstance(error, OSError) and not is_permanent(error):
-            raise Unavailable(f"video {name} can't be read now ({error.strerror}); check the disk") from None
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and not is_permanent(error)):
+            reason = f"video {name} can't be read now ({error.strerror}); check the disk and this machine's memory"
+            raise Unavailable(reason) from None
         reason = f"video {name} can't be read ({error.strerror}); give an mp4, or what else ffmpeg reads"
         raise InvalidRequest(reason, "video") from None
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import signal
 import subprocess
 import tempfile
 import threading
@@ -15,7 +14,7 @@ from PIL import Image
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.media.encoding import exact_rate
 from wan_tpu.media.ffmpeg import run_ffmpeg
-from wan_tpu.media.shown import Fit, Run, ShownVideo
+from wan_tpu.media.shown import Fit, Run, ShownVideo, decode_sound
 from wan_tpu.media.video import check_ffmpeg
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.sources.disk import is_permanent
@@ -24,8 +23,7 @@ from wan_tpu.sources.disk import is_permanent
 _TIMEOUT_S = 600.0
 _SAMPLES = re.compile(rb"Audio: pcm_f32le, (\d+) Hz, (mono|stereo)")
 _REMEDY = "give an mp4, or what else ffmpeg reads"
-# A machine or its operator ends a process by these signals. Others, such as SIGSEGV, come from a damaged file.
-_OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGXCPU}
+_SOUND_REMEDY = "give a wav, or what else ffmpeg reads"
 
 
 def read_frames(video: str | Path | VideoContent, count: int, *, step: int = 1) -> list[Image.Image]:
@@ -109,7 +107,7 @@ def read_ending(
 def read_sound(source: str | Path | VideoContent, seconds: float, *, start: float = 0) -> tuple[np.ndarray, int]:
     """Return a file's sound of some seconds, float32 [1 or 2, samples], and its samples per second.
 
-    Sound of more than two channels is mixed into two.
+    Sound of more than two channels is mixed into two. Sound that begins after the frames is silent until then.
 
     Args:
         source: The path of the file, or its content.
@@ -121,16 +119,12 @@ def read_sound(source: str | Path | VideoContent, seconds: float, *, start: floa
         Unavailable: The disk or the machine fails.
         OutputError: There is no ffmpeg.
     """
-    chosen = ["-ss", f"{start:.6f}", "-t", f"{seconds + 1:g}"] if start else ["-t", f"{seconds + 1:g}"]
-    options = ["-v", "info", "-map", "0:a:0", *chosen, "-af", "aformat=channel_layouts=mono|stereo"]
+    part = [*(["-ss", f"{start:.6f}"] if start else []), "-t", f"{seconds + 1:g}"]
     with _open(source, "sound") as run:
-        done = run([*options, "-c:a", "pcm_f32le", "-f", "f32le", "-"])
+        target = [*part, "-c:a", "pcm_f32le", "-f", "f32le", "-"]
+        done = decode_sound(run, f"the sound of {source}", _SOUND_REMEDY, target, least=0 if start else 1)
     format_ = _SAMPLES.search(done.stderr)
-    if done.returncode or format_ is None or not (done.stdout or start):
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it has no sound"]
-        raise InvalidRequest(
-            f"the sound of {source} can't be read ({lines[-1][:200]}); give a wav, or what else ffmpeg reads"
-        )
+    assert format_ is not None
     rate, channels = int(format_[1]), 1 if format_[2] == b"mono" else 2
     samples = np.frombuffer(done.stdout, "<f4").reshape(-1, channels).T
     return np.ascontiguousarray(samples[:, : int(seconds * rate)]), rate
@@ -188,18 +182,7 @@ def _open(
             if descriptors:
                 file.seek(0)
             command = ["-y", "-nostdin", *source, *options]
-            try:
-                done = run_ffmpeg(command, timeout_s=timeout_s, cancelled=cancelled, descriptors=descriptors)
-            except subprocess.TimeoutExpired:
-                raise Unavailable(
-                    f"{name} can't be read within {timeout_s:.0f} s; check the disk that it lies on, and try again"
-                ) from None
-            except OSError as error:
-                raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
-            if done.returncode in _OUTSIDE_SIGNALS:
-                ended_by = signal.Signals(-done.returncode).name
-                raise Unavailable(f"ffmpeg was killed ({ended_by}) while it read {name}; check the machine's memory")
-            return done
+            return run_ffmpeg(command, subject=name, timeout_s=timeout_s, cancelled=cancelled, descriptors=descriptors)
 
         yield run
 

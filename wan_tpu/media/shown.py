@@ -102,8 +102,7 @@ class ShownVideo:
         if not self._to_bt709 and span == "pc" and frame[2].startswith(b"yuv"):
             self._to_bt709 = [*([f"setparams=colorspace={guess}"] if matrix == "unknown" else []), _TO_LIMITED]
         self._matrix = guess if matrix == "unknown" and not self._to_bt709 else "auto"
-        sound = _SOUND.search(done.stderr)
-        self._layout = None if sound is None else sound[1].decode(errors="replace").strip()
+        self._layout = _find_layout(done.stderr)
 
     @property
     def has_sound(self) -> bool:
@@ -188,8 +187,7 @@ class ShownVideo:
         # The encoder takes a rate only together with this mode, which has nothing to do after the filters.
         options = [*_list_frames(count), "-fps_mode", "cfr", *H264.split()]
         if sound and self._layout is not None:
-            mixed = ",".join([*mix_sound(self._layout, "stereo"), "aresample=async=1:first_pts=0"])
-            options += ["-map", "0:a:0", "-af", mixed, *AAC.split()]
+            options += ["-map", "0:a:0", "-af", play_sound(self._layout, "stereo"), *AAC.split()]
         filters = self._convert(fit, "yuv420p", f":{BT709}")
         return self._decode([*filters, "setsar=0", TAGS], [*options, *target], rate or self.rate)
 
@@ -240,9 +238,48 @@ class ShownVideo:
         return rate if 0 < rate < 1.5 * measured else measured
 
     def _refuse(self, messages: bytes) -> InvalidRequest:
-        lines = _SPEAKER.sub("", _PROGRESS.sub(b"", messages).decode(errors="replace")).split("\n")
-        message = next((line.strip() for line in lines if line.strip()), "it has no frames")
-        return InvalidRequest(f"{self._name} can't be read ({message[:200]}); {self._remedy}", "video")
+        return _refuse(self._name, self._remedy, messages, "it has no frames")
+
+
+def decode_sound(
+    run: Run, name: str, remedy: str, target: Sequence[str], *, least: int = 1
+) -> "subprocess.CompletedProcess[bytes]":
+    """Decode a file's sound, in one or two channels, as it is played beside its frames, which it needn't have.
+
+    Args:
+        run: As for `ShownVideo`.
+        name: The sound, in messages.
+        remedy: What to do about a file that can't be read.
+        target: Options for the part of the sound, the encoder and the container, and the output.
+        least: Bytes that the output must have.
+
+    Returns:
+        The output, and ffmpeg's description of it.
+
+    Raises:
+        InvalidRequest: The file can't be read, or has no sound.
+    """
+    chosen = ["-map", "0:a:0"]
+    described = run(["-v", "info", *chosen, "-c", "copy", "-frames:a", "1", "-f", "null", "-"])
+    layout = _find_layout(described.stderr)
+    played = [] if layout is None else ["-af", play_sound(layout, "mono" if layout == "mono" else "stereo")]
+    options = [*chosen, *played, *target]
+    done = run(["-v", "info", *options])
+    if layout is None or done.returncode or len(done.stdout) < least:
+        raise _refuse(name, remedy, run(["-v", "error", *options]).stderr, "it has no sound")
+    return done
+
+
+def _find_layout(described: bytes) -> str | None:
+    """Return the layout of the sound of a file that ffmpeg describes."""
+    sound = _SOUND.search(described)
+    return None if sound is None else sound[1].decode(errors="replace").strip()
+
+
+def _refuse(name: str, remedy: str, messages: bytes, otherwise: str) -> InvalidRequest:
+    lines = _SPEAKER.sub("", _PROGRESS.sub(b"", messages).decode(errors="replace")).split("\n")
+    message = next((line.strip() for line in lines if line.strip()), otherwise)
+    return InvalidRequest(f"{name} can't be read ({message[:200]}); {remedy}", "video")
 
 
 def _list_frames(count: int | None) -> list[str]:
@@ -280,14 +317,16 @@ def _correct() -> str:
     return ";".join([*steps, f"[picture{_CORRECTIONS}]format=rgb24"])
 
 
-def mix_sound(layout: str, into: str) -> list[str]:
-    """Return the filters that bring sound to another layout, such as "stereo".
+def play_sound(layout: str, into: str, rate: int | None = None) -> str:
+    """Return the filters that bring sound to another layout, such as "stereo", and to a rate, by default its own.
 
-    Channels without a place go to the left and to the right in turn, so that each is heard and none is too loud.
+    Channels without a place go to the left and to the right in turn, so that each is heard and none is too loud. Sound
+    that begins later than the file, or has gaps, is silent there.
     """
     filters = [f"aformat=channel_layouts={into}"]
-    if (nameless := _NAMELESS.match(layout)) is None:
-        return filters
-    count = int(nameless[1] or 1)  # An ambisonic recording's first channel has the sound of all directions.
-    left, right = ("+".join(f"c{index}" for index in range(side, count, 2)) for side in (0, int(count > 1)))
-    return [f"pan=stereo|c0<{left}|c1<{right}", *filters]
+    if (nameless := _NAMELESS.match(layout)) is not None:
+        count = int(nameless[1] or 1)  # An ambisonic recording's first channel has the sound of all directions.
+        left, right = ("+".join(f"c{index}" for index in range(side, count, 2)) for side in (0, int(count > 1)))
+        filters.insert(0, f"pan=stereo|c0<{left}|c1<{right}")
+    resample = "aresample=" if rate is None else f"aresample={rate}:"
+    return ",".join([*filters, f"{resample}async=1:first_pts=0"])

@@ -1,13 +1,12 @@
 """Encode the sound of a file in another format, beside its unchanged frames."""
 
-import subprocess
 import threading
 from pathlib import Path
 
-from wan_tpu.errors import OutputError, Unavailable
+from wan_tpu.errors import OutputError
 from wan_tpu.media.encoding import AAC
 from wan_tpu.media.ffmpeg import run_ffmpeg
-from wan_tpu.media.shown import mix_sound
+from wan_tpu.media.shown import play_sound
 
 _TIMEOUT_S = 600.0  # It takes so long only if a disk or a machine hangs.
 
@@ -29,18 +28,10 @@ def convert_sound(
         OutputError: The result can't be written.
         Unavailable: The machine fails.
     """
-    filters = ",".join([*mix_sound(layout, into), f"aresample={rate}:async=1:first_pts=0"])
     # ffmpeg reads a colon in a relative path as a protocol.
     command = ["-y", "-v", "error", "-i", str(video.absolute()), "-map", "0:V:0", "-map", "0:a:0", "-c:v", "copy"]
-    command += ["-af", filters, *AAC.split(), str(output.absolute())]
-    try:
-        done = run_ffmpeg(command, timeout_s=_TIMEOUT_S, cancelled=cancelled)
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"ffmpeg doesn't finish {video} within {_TIMEOUT_S:g} s; check this machine") from None
-    except OSError as error:
-        raise Unavailable(f"ffmpeg can't be started ({error.strerror}); make room on this machine") from None
-    if done.returncode < 0:
-        raise Unavailable(f"ffmpeg was ended by signal {-done.returncode} at {video}; check this machine's memory")
+    command += ["-af", play_sound(layout, into, rate), *AAC.split(), str(output.absolute())]
+    done = run_ffmpeg(command, subject=str(video), timeout_s=_TIMEOUT_S, cancelled=cancelled)
     if done.returncode:
         message = (done.stderr.decode(errors="replace").strip().splitlines() or ["it has no sound"])[-1]
         raise OutputError(f"{video} can't be joined ({message[:200]}); check the disk")

@@ -271,7 +271,8 @@ class CreateVideo(_WithSettings):
     audio_mode: Literal["reference", "lock_source"] | None = Field(
         default=None,
         description="What the sound among the `input_references` is: one of the things that the prompt is about, or, "
-        "with `lock_source`, the video's own sound, which the video follows. There must be just one then.",
+        "with `lock_source`, the video's own sound, which the video follows. There must be just one then. It is cut "
+        "to the video's length, or ends in silence, with a warning.",
         examples=["lock_source"],
     )
     loras: list[Adapter] | None = Field(

@@ -22,7 +22,7 @@ from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.lengths import describe_length
 from wan_tpu.plan import RequestPlan
-from wan_tpu.reference import CONTINUED, SOUNDTRACK, TAIL
+from wan_tpu.reference import CONTINUED, TAIL
 from wan_tpu.request import IMAGES, override
 from wan_tpu.segments import FRAME, MOTION, count_shared
 from wan_tpu.spec import ModelSpec
@@ -95,9 +95,9 @@ class Drafts:
         references = []
         for index, _ in enumerate(body.fields.input_references or ()):
             async with self._inputs.open_reference(body, index, incoming) as reference:
-                files[name_reference(index)], measured = await reference.fit(plan, spec, self._work)
-                if body.locks_sound and measured.kind == "audio":
-                    measured = dataclasses.replace(measured, kind=SOUNDTRACK)
+                files[name_reference(index)], measured = await reference.fit(
+                    plan, spec, self._work, locks_sound=body.locks_sound
+                )
                 references.append(measured)
         if references:
             plan = await self._work.run(owner, planner.plan, body, caller, picture, references)

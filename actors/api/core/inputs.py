@@ -23,7 +23,7 @@ from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.shown import Fit
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.plan import RequestPlan
-from wan_tpu.reference import Reference, open_reference
+from wan_tpu.reference import SECONDS, SOUNDTRACK, Reference, open_reference
 from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.base import Missing, Storage
 
@@ -64,8 +64,14 @@ class OpenReference:
     incoming: IncomingRequest  # The request that the bytes count for.
     said: MediaReference  # What its author says about it.
 
-    async def fit(self, plan: RequestPlan, spec: ModelSpec, work: Work) -> tuple[bytes, Reference]:
-        """Return it as a PNG, an mp4 or a wav, and its measures, which `work` takes."""
+    async def fit(
+        self, plan: RequestPlan, spec: ModelSpec, work: Work, *, locks_sound: bool
+    ) -> tuple[bytes, Reference]:
+        """Return it as a PNG, an mp4 or a wav, and its measures, which `work` takes.
+
+        Args:
+            locks_sound: Whether a sound is the video's own.
+        """
         is_kind = self.reading.kinds[self.name]
         kind = self.said.kind or is_kind
         if kind != is_kind and (kind, is_kind) != ("audio", "video"):
@@ -76,8 +82,17 @@ class OpenReference:
         height, width = original = self.reading.sizes[self.name]
         if kind != "audio":
             height, width = spec.fit_reference(plan.request, kind, original)
+        seconds: float = SECONDS
+        if kind == "audio" and locks_sound:  # A second more shows that the sound is cut.
+            kind, seconds = SOUNDTRACK, plan.request.frames / plan.request.fps + 1
         content = await self.reading.make_reference(
-            self.name, kind, height, width, with_sound=self.said.with_sound, count=self.incoming.add
+            self.name,
+            "audio" if kind == SOUNDTRACK else kind,
+            height,
+            width,
+            with_sound=self.said.with_sound,
+            seconds=seconds,
+            count=self.incoming.add,
         )
         if kind == "image":
             return content, Reference(kind, None, *original)
@@ -86,7 +101,7 @@ class OpenReference:
         measured = await work.run(self.incoming.key, open_reference, kind, VideoContent(content))
         if kind == "video":
             measured = dataclasses.replace(measured, height=original[0], width=original[1])
-        return content, measured.without_source()
+        return content, dataclasses.replace(measured, source=None)
 
 
 def _fit_to(plan: RequestPlan, spec: ModelSpec) -> Fit:

@@ -14,13 +14,14 @@ from actors.api.untrusted.reader_limits import ReaderLimits
 from actors.api.untrusted.references import VIDEO
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.encoding import exact_rate
-from wan_tpu.media.shown import Fit, ShownVideo
+from wan_tpu.media.shown import Fit, ShownVideo, decode_sound
 from wan_tpu.reference import FPS, SECONDS
 
 # At this quality the loss makes no difference to a model; files are 1.5 times as large as those of finished videos.
 _FINE = "-crf 8"
 _WAV, _WAV_HEADER = "-c:a pcm_f32le -f wav pipe:1", 128  # Bytes of a header without samples, at most.
-_WAV_BYTES = SECONDS * 192_000 * 2 * 4  # At most: two channels at the highest usual rate. Readers hold it in memory.
+# At most: two channels at the highest usual rate, or a soundtrack of a minute at 48 kHz. Readers hold it in memory.
+_WAV_BYTES = SECONDS * 192_000 * 2 * 4
 # The mp4 is fragmented, since a pipe can't be rewound to complete the header. The first frame is still shown at 0.
 _TARGET = "-f mp4 -movflags frag_keyframe+delay_moov+default_base_moof pipe:1"
 
@@ -84,18 +85,19 @@ class SoundUpload(_File):
         packet = ["-v", "error", "-map", "0:V:0", "-c", "copy", "-frames:v", "1", "-f", "null", "-"]
         return self._run(None, packet).returncode == 0
 
-    def convert(self) -> bytes:
-        """Return the beginning of the sound as a wav of one or two channels, at its own rate."""
-        layouts = "aformat=channel_layouts=mono|stereo"
-        options = ["-v", "error", "-map", "0:a:0", "-t", str(SECONDS), "-af", layouts, *_WAV.split()]
-        done = self._run(None, options)
-        if done.returncode or len(done.stdout) <= _WAV_HEADER:
-            message = (done.stderr.decode(errors="replace").strip().splitlines() or ["it has no sound"])[-1]
-            raise InvalidRequest(
-                f"a reference is no image, video or sound that can be read ({message[-200:]}); send a PNG, an mp4 or a "
-                "wav",
-                self._field,
+    def convert(self, seconds: float) -> bytes:
+        """Return the beginning of the sound, of some seconds, as a wav of one or two channels, at its own rate."""
+        target = ["-t", f"{seconds:g}", *_WAV.split()]
+        try:
+            done = decode_sound(
+                functools.partial(self._run, None),
+                "a reference that is no image or video",
+                "send a PNG, an mp4 or a wav",
+                target,
+                least=_WAV_HEADER + 1,
             )
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), self._field) from None
         if len(done.stdout) > _WAV_BYTES + _WAV_HEADER:
             raise InvalidRequest("a reference's sound has too many samples a second; bring it to 48,000", self._field)
         return done.stdout

@@ -79,14 +79,23 @@ class Reading:
         return content, frames, last
 
     async def make_reference(
-        self, name: str, kind: str, height: int, width: int, *, with_sound: bool = True, count: Count = ignore
+        self,
+        name: str,
+        kind: str,
+        height: int,
+        width: int,
+        *,
+        with_sound: bool,
+        seconds: float,
+        count: Count = ignore,
     ) -> bytes:
-        """Return a reference as a PNG or an mp4 of a size, or a wav, that this program has encoded itself.
+        """Return a reference as a PNG or an mp4 of a size, or a wav of some seconds, that this program has encoded.
 
         Each can be taken once. It raises `InvalidRequest` if the process has used up its resources.
         """
         self._run.extend(self._limits.video_wait_s)
-        options = {"name": name, "kind": kind, "height": height, "width": width, "with_sound": with_sound}
+        options = {"name": name, "kind": kind, "height": height, "width": width}
+        options |= {"with_sound": with_sound, "seconds": seconds}
         content, _ = await self._make(options, count)
         return content
 

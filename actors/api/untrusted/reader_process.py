@@ -12,7 +12,8 @@ stdout  its length in eight bytes, its frames in eight bytes, and the file, upri
 stdin   {"name": END} for the last frame of the video that was wanted before
 stdout  likewise
 
-A reference is wanted as {"kind": ..., "height": ..., "width": ..., "with_sound": ...}; it becomes a PNG, mp4 or wav.
+A reference is wanted as {"kind": ..., "height": ..., "width": ..., "with_sound": ..., "seconds": ...}; it becomes a
+PNG, an mp4, or a wav of the first seconds.
 A video is cut to its first frames if {"frames": ..., "step": ...} are wanted, or brought to the rate {"fps": ...}.
 
 It exits with 0, or with REFUSED and a reason for people on stderr.
@@ -141,7 +142,9 @@ class _Files:
         self.sizes[name] = [image.height, image.width]
         return "image", content
 
-    def _make_reference(self, name: str, kind: str, height: int, width: int, *, with_sound: bool) -> tuple[bytes, int]:
+    def _make_reference(
+        self, name: str, kind: str, height: int, width: int, *, with_sound: bool, seconds: float
+    ) -> tuple[bytes, int]:
         """Return a reference as a PNG or an mp4 of a size, or as a wav, and its number of frames."""
         from PIL import Image
 
@@ -149,7 +152,7 @@ class _Files:
 
         (_, content), scratch = self._references.pop(name), self._scratch[name]
         if kind == "audio":
-            return clips.SoundUpload(content, self._limits, scratch, REFERENCES).convert(), 0
+            return clips.SoundUpload(content, self._limits, scratch, REFERENCES).convert(seconds), 0
         if kind == "video":
             try:
                 video = clips.Upload(content, self._limits, scratch, REFERENCES)

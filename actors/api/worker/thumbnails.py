@@ -1,17 +1,15 @@
 """Make the thumbnail, sprite sheet and last frame of a finished video, for which all of it is decoded."""
 
 import io
-import subprocess
 from pathlib import Path
 
-import imageio_ffmpeg
 import numpy as np
 from PIL import Image
 
-from wan_tpu.errors import InvalidRequest, Unavailable, WanTpuError
-from wan_tpu.media.encoding import EXACT
-from wan_tpu.media.reading import read_frame
+from wan_tpu.errors import InvalidRequest, WanTpuError
+from wan_tpu.media.reading import open_video, read_frame
 from wan_tpu.media.sheet import WIDEST, fill_rows, grid
+from wan_tpu.media.shown import Fit
 
 SHEET_FRAMES = 12
 _TIMEOUT_S = 300.0
@@ -43,33 +41,17 @@ def read_last_frame(video: Path, frames: int) -> bytes:
 
 def _decode_pictures(video: Path, *, height: int, width: int, frames: int) -> list[Image.Image]:
     wide = min(WIDEST, width)
-    tall = max(2, round(height * wide / width))
+    fit = Fit(max(2, round(height * wide / width)), wide, slack=max(height, width))
     indices = fill_rows(frames, SHEET_FRAMES)
     select = "+".join(f"eq(n,{index})" for index in indices)
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-threads", "1", "-i", str(video)]
-    filters = f"select='{select}',scale={wide}:{tall}:flags=bicubic+{EXACT},format=rgb24"
-    command += ["-vf", filters, "-fps_mode", "passthrough", "-f", "rawvideo", "-"]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, start_new_session=True
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"this machine can't decode a video within {_TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise Unavailable(f"this machine can't start ffmpeg now ({error.strerror})") from None
-    if done.returncode < 0:
-        raise Unavailable(f"ffmpeg was ended by signal {-done.returncode}; is this machine out of memory?")
-    size = wide * tall * 3
-    expected = len(indices)
-    if done.returncode or len(done.stdout) != expected * size:
-        messages = done.stderr.decode(errors="replace").strip().splitlines() or ["it ends early"]
-        raise BrokenVideo(
-            f"the video has {len(done.stdout) / size:g} frames instead of {expected} ({messages[-1][:200]})"
-        )
-    return [
-        Image.frombytes("RGB", (wide, tall), done.stdout[start : start + size])
-        for start in range(0, len(done.stdout), size)
-    ]
+        with open_video(video, timeout_s=_TIMEOUT_S) as shown:
+            pictures = shown.read_pictures(select=select, fit=fit)
+    except InvalidRequest as error:  # It is about a client's file, and this one is the engine's.
+        raise BrokenVideo(str(error)) from error
+    if len(pictures) != len(indices):
+        raise BrokenVideo(f"the video has {len(pictures)} of its pictures instead of {len(indices)}")
+    return pictures
 
 
 def _encode(picture: Image.Image, kind: str, **options: int) -> bytes:

@@ -285,11 +285,11 @@ def test_end_of_a_long_video_is_read_from_its_file(stored, engine, tmp_path):
     assert (end.kind, end.frames, end.source.path) == ("continued", ENDING, None)
 
 
-def send_sound(folder):
-    """Return half a second of a tone, as a body has it."""
+def send_sound(folder, seconds=0.5):
+    """Return a tone, as a body has it."""
     with wave.open(str(folder / "song.wav"), "wb") as file:
         file.setparams((1, 2, 32000, 0, "NONE", ""))
-        file.writeframes((np.sin(np.arange(16000) / 20) * 20000).astype("<i2").tobytes())
+        file.writeframes((np.sin(np.arange(round(seconds * 32000)) / 20) * 20000).astype("<i2").tobytes())
     return {"type": "audio_url", "audio_url": {"url": data_url((folder / "song.wav").read_bytes(), "audio/wav")}}
 
 
@@ -319,6 +319,15 @@ def test_a_given_sound_becomes_the_video_s(http, engine, tmp_path):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, blamed), answer.text
     silent = create(http, audio_mode="lock_source", input_references=[sound], generate_audio=False)
     assert (silent.status_code, silent.json()["error"]["param"]) == (400, "generate_audio"), silent.text
+
+
+@pytest.mark.parametrize(("seconds", "kept", "warnings"), [(30, 20.5, 1), (19.5, 19.5, 0), (17, 17, 1)])
+def test_a_soundtrack_is_read_as_far_as_its_video_lasts(http, engine, tmp_path, seconds, kept, warnings):
+    lasts = {"num_frames": 39, "fps": 2}  # 19.5 s.
+    sound = send_sound(tmp_path, seconds)
+    video = wait_for_video(http, create(http, input_references=[sound], audio_mode="lock_source", **lasts))
+    [track] = engine.requests[0].references
+    assert (track.source.samples / 32000, len(video["warnings"])) == (kept, warnings), video["warnings"]
 
 
 def test_a_model_without_references_follows_a_sound(settings, engine, tmp_path):

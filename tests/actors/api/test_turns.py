@@ -48,27 +48,30 @@ def test_segments_of_two_owners_alternate_on_one_place(settings, engine, databas
     assert [JobStore(database).get(job).attempts for job in jobs] == [3, 3]
 
 
-class Killing:
-    """An ffmpeg that is killed at commands that match a pattern, as on a machine without memory."""
+class Failing:
+    """An ffmpeg that fails at commands that match a pattern, as on a machine without memory, until it is mended."""
 
     SCRIPT = """#!/bin/sh
 for argument in "$@"; do case "$argument" in {pattern}) met=1;; esac; done
-if [ "$met" ]; then echo >> {folder}/killed; kill -9 $$; fi
+if [ "$met" ] && [ ! -e {folder}/mended ]; then echo >> {folder}/failed; {failure}; fi
 exec {ffmpeg} "$@"
 """
 
-    def __init__(self, monkeypatch, folder, pattern):
+    def __init__(self, monkeypatch, folder, pattern, failure):
         folder.mkdir()
         self._folder = folder
-        (folder / "killed").touch()
+        (folder / "failed").touch()
         program, ffmpeg = folder / "ffmpeg", imageio_ffmpeg.get_ffmpeg_exe()
-        program.write_text(self.SCRIPT.format(pattern=pattern, folder=folder, ffmpeg=ffmpeg))
+        program.write_text(self.SCRIPT.format(pattern=pattern, folder=folder, ffmpeg=ffmpeg, failure=failure))
         program.chmod(0o755)
         monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(program))
 
     @property
     def count(self):
-        return len((self._folder / "killed").read_text())
+        return len((self._folder / "failed").read_text())
+
+    def mend(self):
+        (self._folder / "mended").touch()
 
 
 @pytest.fixture
@@ -77,7 +80,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(making, "_PICTURE_PAUSES_S", (0.05,))
 
 
-PICTURES = r"select=\'*"
+SHEET, LAST = r"*select=\'*+eq*", r"*select=\'eq\(n,8\)\'*"
+NO_THREAD = "echo '[h264 @ 0x5] pthread_create() failed: Resource temporarily unavailable' >&2; exit 245"
+FAILURES = {"killed": "kill -9 $$", "no thread": NO_THREAD}
 
 
 class FullDisk:
@@ -104,11 +109,11 @@ def test_a_join_that_fails_is_done_again_and_no_segment_is(settings, engine, mon
         assert packets(content(http, {"id": job})) == list_packets(map(engine.video, engine.requests))
 
 
-@pytest.mark.parametrize("later", [[], PROMPTS], ids=["plain", "chain"])
+@pytest.mark.parametrize(("later", "failure"), [([], "killed"), ([], "no thread"), (PROMPTS, "no thread")])
 def test_a_video_is_complete_without_thumbnails_that_can_not_be_made(
-    settings, engine, monkeypatch, quick, tmp_path, later
+    settings, engine, monkeypatch, quick, tmp_path, later, failure
 ):
-    failing = Killing(monkeypatch, tmp_path / "bin", PICTURES)
+    failing = Failing(monkeypatch, tmp_path / "bin", SHEET, FAILURES[failure])
     with serve(settings) as address, open_client(address) as http:
         job = create(http, next_prompts=later).json()["id"]
         with working(settings, engine):
@@ -116,6 +121,17 @@ def test_a_video_is_complete_without_thumbnails_that_can_not_be_made(
         assert (video["status"], video["attempts"], len(engine.requests)) == ("completed", 1, 1 + len(later))
         assert failing.count > 0 and content(http, video)
         assert http.get(f"/v1/videos/{job}/content", params={"variant": "thumbnail"}).status_code == 404
+
+
+def test_a_shortage_between_segments_costs_none(settings, engine, database, monkeypatch, quick, tmp_path):
+    failing = Failing(monkeypatch, tmp_path / "bin", LAST, NO_THREAD)
+    limited, store = change_reliability(settings, pipeline_pause_s=0.1), JobStore(database)
+    with serve(settings) as address, open_client(address) as http, working(limited, engine):
+        job = create(http, next_prompts=PROMPTS).json()["id"]
+        wait_for(lambda: store.get(job).attempts >= 3)
+        assert failing.count >= 4 and len(engine.requests) == 1
+        failing.mend()
+        assert wait_for_end(http, job)["status"] == "completed" and len(engine.requests) == 3
 
 
 def test_a_worker_that_ends_before_the_join_costs_no_segment(settings, engine, database, monkeypatch):
