@@ -10,9 +10,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from ray.util.metrics import Counter as RayCounter
 from ray.util.metrics import Metric as RayMetric
 
+from actors.api.http.job_failures import MEANINGS
 from actors.api.metrics import Meters, ServiceMetrics
 from actors.jobs.tables import CheckIn
-from actors.jobs.values import CODES, Counts
+from actors.jobs.values import Counts
 from actors.observe.meters import BatchMeters, ChipMeters, PipelineMeters
 from tests.conftest import ROOT
 from tests.test_docs import sections
@@ -54,7 +55,7 @@ def test_alerts_ask_for_metrics_that_are_exported(rule):
         labels += re.findall(r"\w+", listed)
     assert set(labels) <= allowed
     for codes in re.findall(r'code=~"([^"]*)"', expression):
-        assert set(codes.split("|")) <= set(CODES)
+        assert set(codes.split("|")) <= MEANINGS.keys()
 
 
 def test_alerts_name_a_section_that_says_what_to_do():

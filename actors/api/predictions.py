@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from actors.api.http.objects import Object
 from actors.jobs.stored_request import JOB_FIELDS, count_made_segments
 from actors.jobs.tables import Job
 from actors.pipeline_spec import PipelineSpec
@@ -40,18 +41,27 @@ class PredictedPool:
     predictions: tuple[Prediction, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageSeconds:
-    """Seconds of a stage for one kind of video; for one segment, if videos have several."""
+class AdminStage(Object):
+    """A stage's seconds for one kind of video: what is predicted, and what the latest jobs took."""
 
     pool: str
+    """The pool that runs it."""
     slice: str
+    """The pool's kind of slice, such as v6e-8."""
     stage: str
-    video: str  # Size, frames and steps, for people.
-    predicted: float | None
-    measured: float | None  # The median of `jobs` jobs; None if there are none.
+    """The stage."""
+    video: str
+    """Size, frames and steps of the video, or of each of its segments."""
+    predicted_seconds: float | None
+    """What `wan-tpu plan` predicts, from plans that need no compiler; null without one."""
+    measured_seconds: float | None
+    """The median of the latest jobs; null if none of them made such a video."""
+    ratio: float | None
+    """Measured by predicted seconds, where there are both."""
     jobs: int
-    note: str  # Why nothing is predicted; empty if something is.
+    """How many jobs were measured."""
+    note: str
+    """Why nothing is predicted; empty if something is."""
 
 
 def predict(spec: PipelineSpec) -> tuple[PredictedPool, ...]:
@@ -102,7 +112,7 @@ class _Video:
         return f"{text}, {preset}" if (preset := self.request.get("preset")) else text
 
 
-def compare(pools: Sequence[PredictedPool], jobs: Iterable[Job], spec: ModelSpec) -> list[StageSeconds]:
+def compare(pools: Sequence[PredictedPool], jobs: Iterable[Job], spec: ModelSpec) -> list[AdminStage]:
     """Return what is predicted for stages beside what completed jobs have measured, the most frequent videos first.
 
     Jobs that were attempted more than once don't count: they may have repeated work.
@@ -125,7 +135,7 @@ def _has_usual_inputs(job: Job, spec: ModelSpec) -> bool:
     return (job.request.keys() & set(JOB_FIELDS)) - _ACT_NOT == usual
 
 
-def _compare(pool: PredictedPool, video: _Video) -> Iterator[StageSeconds]:
+def _compare(pool: PredictedPool, video: _Video) -> Iterator[AdminStage]:
     by_video = (known.seconds for known in pool.predictions if video.is_usual and known.request == video.request)
     predicted: Mapping[str, float] = next(by_video, {})
     for stage in pool.stages:
@@ -136,13 +146,15 @@ def _compare(pool: PredictedPool, video: _Video) -> Iterator[StageSeconds]:
         ]
         if times or stage in predicted:
             inputs = "" if video.is_usual else " with these inputs"
-            yield StageSeconds(
+            known, took = predicted.get(stage), statistics.median(times) if times else None
+            yield AdminStage(
                 pool=pool.name,
                 slice=pool.slice,
                 stage=stage,
                 video=str(video),
-                predicted=predicted.get(stage),
-                measured=statistics.median(times) if times else None,
+                predicted_seconds=None if known is None else round(known, 3),
+                measured_seconds=None if took is None else round(took, 3),
+                ratio=round(took / known, 3) if took is not None and known else None,
                 jobs=len(times),
                 note="" if stage in predicted else f"no prediction for {video}{inputs} {pool.conditions}",
             )

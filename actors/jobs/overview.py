@@ -4,56 +4,34 @@ No row holds a prompt.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
-from sqlalchemy import Select, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session, load_only
 
 from actors.jobs.admission import QUEUED
 from actors.jobs.database import Database
 from actors.jobs.tables import Job
-from actors.jobs.values import Progress
 
 DAY_S = 86400.0
 LATEST = 5000  # Only so many of the newest jobs are looked at for what has ended, so that this stays quick.
 MAX_RUNNING = 500
 MAX_FAILED = 50
+RUNNING = load_only(Job.id, Job.owner, Job.attempts, Job.worker, Job.progress, Job.started_at, raiseload=True)
+FAILED = load_only(Job.id, Job.owner, Job.attempts, Job.error_code, Job.error_message, Job.ended_at, raiseload=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Queue:
-    """The jobs of an owner for one model, of one priority, that wait or run."""
+    """The jobs of a key for one model, of one priority, that wait or run."""
 
-    owner: str
+    key: str
     model: str | None
     priority: int
     waiting: int = 0
     running: int = 0
     segments: int = 0  # Segments that those that wait have left.
-    oldest_s: float = 0.0  # How long the oldest of those that wait has waited; 0 if none does.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Running:
-    """A job that runs, and for how many seconds it has."""
-
-    id: str
-    owner: str
-    priority: int
-    attempts: int
-    worker: str | None
-    progress: Progress | None
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Failed:
-    id: str
-    owner: str
-    attempts: int
-    code: str
-    message: str
-    ended_at: float
+    oldest_seconds: float = 0.0  # How long the oldest of those that wait has waited; 0 if none does.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +40,9 @@ class Overview:
 
     now: float  # Unix seconds by the database's clock.
     queues: list[Queue]
-    running: list[Running]
+    running: Sequence[Job]  # With the columns of `RUNNING`.
     failures: dict[str, int]  # How many failed, by error code.
-    failed: list[Failed]  # The latest of them.
+    failed: Sequence[Job]  # The latest of them, with the columns of `FAILED`.
     completed: int
     seconds: float | None  # How long those took on average, from their first start.
     chip_seconds: float  # What all that ended computed, in seconds of one chip.
@@ -88,6 +66,9 @@ def read_overview(database: Database) -> Overview:
             select(latest.c.error_code, func.count()).where(recent, latest.c.status == "failed").group_by("error_code")
         )
         sums = select(func.sum(latest.c.chip_seconds), func.sum(latest.c.dollars)).where(recent)
+        running = select(Job).where(Job.status == "in_progress").order_by(Job.sequence).limit(MAX_RUNNING)
+        failed = select(latest.c.sequence).where(recent, latest.c.status == "failed")
+        last_failed = select(Job).where(Job.sequence.in_(failed)).order_by(Job.ended_at.desc()).limit(MAX_FAILED)
         took = func.avg(latest.c.ended_at - latest.c.started_at)
         completed, seconds = session.execute(
             select(func.count(), took).select_from(latest).where(recent, latest.c.status == "completed")
@@ -96,9 +77,9 @@ def read_overview(database: Database) -> Overview:
         return Overview(
             now=now,
             queues=_read_queues(session, now),
-            running=_read_running(session, now),
+            running=session.scalars(running.options(RUNNING)).all(),
             failures={code or "": count for code, count in session.execute(by_code)},
-            failed=_read_failed(session, select(latest.c.sequence).where(recent, latest.c.status == "failed")),
+            failed=session.scalars(last_failed.options(FAILED)).all(),
             completed=completed,
             seconds=seconds,
             chip_seconds=chip_seconds or 0.0,
@@ -111,12 +92,12 @@ def _read_queues(session: Session, now: float) -> list[Queue]:
     waiting = select(*key, func.count(), func.sum(Job.segments_left), func.min(Job.created_at))
     queues = {
         (owner, model, priority): Queue(
-            owner=owner,
+            key=owner,
             model=model,
             priority=priority,
             waiting=count,
             segments=segments,
-            oldest_s=max(0.0, now - oldest),
+            oldest_seconds=round(max(0.0, now - oldest), 1),
         )
         for owner, model, priority, count, segments, oldest in session.execute(
             waiting.where(Job.status == QUEUED).group_by(*key)
@@ -124,23 +105,6 @@ def _read_queues(session: Session, now: float) -> list[Queue]:
     }
     running = select(*key, func.count()).where(Job.status == "in_progress").group_by(*key)
     for owner, model, priority, count in session.execute(running):
-        queue = queues.get((owner, model, priority)) or Queue(owner=owner, model=model, priority=priority)
+        queue = queues.get((owner, model, priority)) or Queue(key=owner, model=model, priority=priority)
         queues[owner, model, priority] = dataclasses.replace(queue, running=count)
-    return sorted(queues.values(), key=lambda queue: (-queue.priority, -queue.waiting, queue.owner))
-
-
-def _read_running(session: Session, now: float) -> list[Running]:
-    names = ("id", "owner", "priority", "attempts", "worker", "progress")
-    columns = (getattr(Job, name) for name in names)
-    query = select(Job.started_at, *columns).where(Job.status == "in_progress").order_by(Job.sequence)
-    return [
-        Running(seconds=max(0.0, now - (start or now)), **dict(zip(names, values, strict=True)))
-        for start, *values in session.execute(query.limit(MAX_RUNNING))
-    ]
-
-
-def _read_failed(session: Session, which: Select[Any]) -> list[Failed]:
-    reason = (func.coalesce(Job.error_code, "").label("code"), func.coalesce(Job.error_message, "").label("message"))
-    query = select(Job.id, Job.owner, Job.attempts, *reason, Job.ended_at).where(Job.sequence.in_(which))
-    rows = session.execute(query.order_by(Job.ended_at.desc()).limit(MAX_FAILED))
-    return [Failed(**row._mapping) for row in rows]
+    return sorted(queues.values(), key=lambda queue: (-queue.priority, -queue.waiting, queue.key))

@@ -6,7 +6,8 @@ import secrets
 from typing import Literal
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
-# Values of a failed job's `error_code`. The store itself records the first three, workers the others.
+# Values of a failed job's `error_code`, which `actors.api.http.job_failures` explains. The store itself records the
+# first three, workers the others.
 CANCELLED = "cancelled"
 DEADLINE = "deadline_exceeded"
 LOST = "lost"  # Workers or the pipeline were lost repeatedly.
@@ -15,7 +16,6 @@ UNHEALTHY = "unhealthy"  # A stage computed NaN.
 BROKEN_VIDEO = "broken_video"  # The result can't be decoded as a video.
 INPUT_LOST = "input_lost"  # An input image is no longer in storage.
 INTERNAL_ERROR = "internal_error"
-CODES = (CANCELLED, DEADLINE, LOST, INVALID, UNHEALTHY, BROKEN_VIDEO, INPUT_LOST, INTERNAL_ERROR)
 PREVIEW = "preview"  # The variant of the picture of an unfinished video.
 _ID = re.compile(r"video_[0-9a-f]{48}")
 

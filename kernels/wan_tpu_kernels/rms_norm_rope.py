@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.blocks import LANES
 from wan_tpu_kernels.columns import ColumnParts, Columns
+from wan_tpu_kernels.head_norm_rope import swap_halves
 from wan_tpu_kernels.tiles import by_rows, even_block, pass_over, sublanes, vmem_bytes
 
 ROWS, ROWS_AT_ONCE = 512, 64  # Rows of a tile, and of one iteration of the inner loop, as in layer_norm.py.
@@ -107,16 +108,7 @@ def _kernel(x_ref, weight_ref, *refs, eps, columns, rotated, head):  # type: ign
             lanes = slice(lane, lane + block)
             cos, sin = (table[here, lanes if head else slice(None)] for table in tables)
             normed = x_ref[here, lanes].astype(jnp.float32) * inverse * weight_ref[:, lanes]
-            result = (normed * cos + _swap_halves(normed, width) * sin).astype(dtype)
+            result = (normed * cos + swap_halves(normed, width) * sin).astype(dtype)
             columns.store(results, here, lane, result)
 
     by_rows(x_ref.shape[0], ROWS_AT_ONCE, sublanes(x_ref.dtype), rows)
-
-
-def _swap_halves(x: jax.Array, width: int) -> jax.Array:
-    """Return [rows, columns] with the two halves of every head of `width` columns swapped."""
-    columns, half = x.shape[1], width // 2
-    if columns == width:
-        return pltpu.roll(x, half, 1)
-    first = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) % width < half
-    return jnp.where(first, pltpu.roll(x, columns - half, 1), pltpu.roll(x, half, 1))

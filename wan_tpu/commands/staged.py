@@ -1,8 +1,8 @@
 """The stages as separate processes with files between them, to debug them and to retry from any point.
 
 stage1  ->  generation_config.json, stage1_embeddings.safetensors
-stage2  ->  stage2_latents.safetensors   (also the state at the boundary, with the settings that produced it) stage3  ->
-the video
+stage2  ->  stage2_latents.safetensors   (also the state at the boundary, with the settings that produced it)
+stage3  ->  the video
 """
 
 import argparse

@@ -82,6 +82,16 @@ def to_jax(tree: Any) -> Any:
     return interop.jax_view(tree)
 
 
+def collect_linear(**layers: Any) -> Params:
+    """Return the weights and biases of layers by name, as `families.shared.layers.linear` takes them.
+
+    The layers may be convolutions whose patches don't overlap: their weights become matrices [O, values of a patch].
+    """
+    return {f"{name}.weight": to_jax(layer.weight).reshape(len(layer.weight), -1) for name, layer in layers.items()} | {
+        f"{name}.bias": to_jax(layer.bias) for name, layer in layers.items() if layer.bias is not None
+    }
+
+
 class _Method(torch.nn.Module):
     """Makes any function of a module callable by `functional_call`."""
 

@@ -7,7 +7,7 @@ instead of tokens.
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -147,6 +147,20 @@ def weight_spec(mesh: Mesh, rules: Sequence[Rule], name: str, shape: Sequence[in
         for i, axis in enumerate(rule_of(rules, name).spec)
     ]
     return P(*([None] if stacked else []), *axes)
+
+
+def split_layers(mesh: Mesh, rules: Sequence[Rule], layers: str, stacked: Mapping[str, Any]) -> dict[str, P]:
+    """Return how the weights of a transformer's layers, [depth, ...], are split; `layers` is the layers' name in it."""
+    return {
+        name: weight_spec(mesh, rules, f"{layers}.*.{name}", value.shape[1:], stacked=True)
+        for name, value in stacked.items()
+    }
+
+
+def run_on_devices(function: Callable[..., Any], mesh: Mesh, inputs: Any, out_specs: Any, **split: Any) -> Any:
+    """Run a function on each device's part of the inputs, a named tuple; fields that aren't in `split` are whole."""
+    specs = jax.tree.map(lambda _: P(), inputs)._replace(**split)
+    return jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(inputs)
 
 
 def axis_size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:

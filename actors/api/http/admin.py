@@ -18,7 +18,7 @@ from actors.api.http.job_failures import explain
 from actors.api.http.objects import Object
 from actors.api.http.openapi import describe_errors
 from actors.api.http.parameters import Served, require_scopes
-from actors.api.predictions import PredictedPool, StageSeconds, compare
+from actors.api.predictions import AdminStage, PredictedPool, compare
 from actors.jobs.check_ins import list_check_ins
 from actors.jobs.keys import ADMIN, OPERATE, KeyLimits, list_keys, make_key, revoke_key
 from actors.jobs.overview import Overview, read_overview
@@ -124,29 +124,6 @@ class AdminSlice(Object):
     """Unix seconds when that was reported."""
     utilisation: float
     """The fraction of `utilisation_seconds` for which it has computed, from 0 to 1."""
-
-
-class AdminStage(Object):
-    """A stage's seconds for one kind of video: what is predicted, and what the latest jobs took."""
-
-    pool: str
-    """The pool that runs it."""
-    slice: str
-    """The pool's kind of slice, such as v6e-8."""
-    stage: str
-    """The stage."""
-    video: str
-    """Size, frames and steps of the video, or of each of its segments."""
-    predicted_seconds: float | None
-    """What `wan-tpu plan` predicts, from plans that need no compiler; null without one."""
-    measured_seconds: float | None
-    """The median of the latest jobs; null if none of them made such a video."""
-    ratio: float | None
-    """Measured by predicted seconds, where there are both."""
-    jobs: int
-    """How many jobs were measured."""
-    note: str
-    """Why nothing is predicted; empty if something is."""
 
 
 class AdminFailures(Object):
@@ -396,19 +373,7 @@ def _read_state(service: Service, read_slices: SlicesReader, pools: Sequence[Pre
     window_s = max((one.window_s for one in figures), default=0.0)
     return AdminState(
         now=overview.now,
-        queues=[
-            AdminQueue(
-                key=queue.owner,
-                name=names.get(queue.owner, ""),
-                model=queue.model,
-                priority=queue.priority,
-                waiting=queue.waiting,
-                segments=queue.segments,
-                oldest_seconds=round(queue.oldest_s, 1),
-                running=queue.running,
-            )
-            for queue in overview.queues
-        ],
+        queues=[AdminQueue(name=names.get(queue.key, ""), **vars(queue)) for queue in overview.queues],
         running=[
             AdminJob(
                 id=job.id,
@@ -417,7 +382,7 @@ def _read_state(service: Service, read_slices: SlicesReader, pools: Sequence[Pre
                 step=job.progress.step if job.progress else None,
                 steps=job.progress.steps if job.progress else None,
                 percent=job.progress.percent if job.progress else 0,
-                seconds=round(job.seconds, 1),
+                seconds=round(max(0.0, overview.now - (job.started_at or overview.now)), 1),
                 attempts=job.attempts,
                 worker=job.worker,
             )
@@ -433,7 +398,7 @@ def _read_state(service: Service, read_slices: SlicesReader, pools: Sequence[Pre
             for process, one in zip(present, figures, strict=True)
         ],
         slices=_list_slices(read_slices(), figures, window_s),
-        stages=[_describe_stage(row) for row in compare(pools, _list_own_jobs(service), service.spec)],
+        stages=compare(pools, _list_own_jobs(service), service.spec),
         utilisation_seconds=round(window_s, 1),
         failures=[
             AdminFailures(code=code, blame=explain(code).blame, count=count)
@@ -443,11 +408,11 @@ def _read_state(service: Service, read_slices: SlicesReader, pools: Sequence[Pre
             AdminFailure(
                 id=job.id,
                 name=names.get(job.owner, ""),
-                code=job.code,
-                blame=explain(job.code).blame,
-                message=job.message,
+                code=job.error_code or "",
+                blame=explain(job.error_code or "").blame,
+                message=job.error_message or "",
                 attempts=job.attempts,
-                ended_at=job.ended_at,
+                ended_at=job.ended_at or 0.0,
             )
             for job in overview.failed
         ],
@@ -507,21 +472,6 @@ def _list_slices(reported: ReportedStatus | None, figures: list[_Figures], windo
 
 def _list_own_jobs(service: Service) -> list[Job]:
     return [job for job in service.forecast.list_latest() if job.model in (None, service.settings.model)]
-
-
-def _describe_stage(row: StageSeconds) -> AdminStage:
-    ratio = row.measured / row.predicted if row.measured is not None and row.predicted else None
-    return AdminStage(
-        pool=row.pool,
-        slice=row.slice,
-        stage=row.stage,
-        video=row.video,
-        predicted_seconds=None if row.predicted is None else round(row.predicted, 3),
-        measured_seconds=None if row.measured is None else round(row.measured, 3),
-        ratio=None if ratio is None else round(ratio, 3),
-        jobs=row.jobs,
-        note=row.note,
-    )
 
 
 def _sum_cost(overview: Overview) -> AdminCost:

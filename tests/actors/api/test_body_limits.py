@@ -115,6 +115,6 @@ def test_a_small_body_where_none_belongs_does_no_harm(http):
 
 def test_an_image_s_url_has_an_end(http):
     error = create(http, input_reference={"image_url": f"https://a.test/{'a' * 9000}.png"}).json()["error"]
-    assert error["param"] == "input_reference.image_url" and "8192 characters" in error["message"]
+    assert error["param"] == "input_reference.image_url"
     inline = data_url(PHOTO.read_bytes())
     assert len(inline) > 8192 and create(http, input_reference={"image_url": inline}).status_code == 200

@@ -71,10 +71,10 @@ def test_last_frame_alone_gives_the_video_its_shape(http, engine):
 
 def test_what_cant_be_is_refused(http, settings):
     error = create(http, last_frame={"image_url": data_url(LAST)}).json()["error"]
-    assert error["param"] == "last_frame" and "without image" in error["message"]
+    assert error["param"] == "last_frame"
     both = {"input_reference": {"image_url": data_url(FIRST)}, "last_frame": {"image_url": "https://x.test/b.png"}}
     error = create(http, **both).json()["error"]
-    assert error["param"] == "last_frame" and "files alone, or URLs" in error["message"]
+    assert error["param"] == "last_frame"
     with serve(settings) as address, open_client(address) as plain:
         error = create(plain, last_frame={"image_url": data_url(LAST)}).json()["error"]
         assert error["param"] == "last_frame"

@@ -17,7 +17,6 @@ from PIL import Image
 from actors.api.http.job_failures import MEANINGS
 from actors.errors import RequestFailed
 from actors.jobs.keys import KeyLimits, limit_key, make_key
-from actors.jobs.values import CODES
 from actors.jobs.work import WorkQueue
 from tests.actors.api.serving import (
     MODEL,
@@ -198,16 +197,15 @@ def test_every_reason_of_a_failure_has_a_status_of_its_own(http, database):
     def ask_for(code):
         return http.post("/v1/videos/sync", json={"prompt": code})
 
-    with ThreadPoolExecutor(len(CODES)) as pool:
-        answers = {code: pool.submit(ask_for, code) for code in CODES}
-        for _ in CODES:
+    with ThreadPoolExecutor(len(MEANINGS)) as pool:
+        answers = {code: pool.submit(ask_for, code) for code in MEANINGS}
+        for _ in MEANINGS:
             job = wait_for(lambda: work.claim("w"))
             work.fail(job, job.request["prompt"], "no")
         for code, answer in answers.items():
             status = statuses.get(code, 500)
             assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (status, code)
             assert answer.result().headers.get("x-should-retry") == (None if status == 503 else "false")
-    assert MEANINGS.keys() == set(CODES)
 
 
 def test_one_that_takes_longer_is_polled_for_and_one_that_nobody_waits_for_is_cancelled(settings, engine):
@@ -285,6 +283,6 @@ def test_keys_do_what_their_scopes_say_and_an_operator_sees_all(settings, databa
         assert http.get("/v1/videos", headers=expiring).status_code == 200
         limit_key(database, "gone", {"days": -1.0})
         expired = wait_for(lambda: (a := http.get("/v1/videos", headers=expiring)).status_code == 401 and a)
-        assert "expired" in expired.json()["error"]["message"]
+        assert expired.json()["error"]["code"] == "invalid_api_key"
         schemes = http.get("/openapi.json").json()["components"]["securitySchemes"]
         assert [scheme["scheme"] for scheme in schemes.values()] == ["bearer"]

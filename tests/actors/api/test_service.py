@@ -121,7 +121,7 @@ def test_keys_see_their_own_jobs_only(settings, database):
             refused = create(http, headers)
             error = refused.json()["error"]
             assert (refused.status_code, error["type"]) == (401, "authentication_error")
-            assert error["code"] == "invalid_api_key" and "Authorization: Bearer" in error["message"]
+            assert error["code"] == "invalid_api_key"
         lower = {"Authorization": f"bearer  {ann}"}  # The scheme's case doesn't matter (RFC 9110)
         assert http.get("/v1/videos", headers=lower).status_code == 200
         job = create(http, of(ann)).json()["id"]
@@ -138,7 +138,7 @@ def test_keys_see_their_own_jobs_only(settings, database):
         assert http.get("/v1/models").status_code == 401
         answers = [http.get("/v1/models", headers=of(slow)) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 429]
-        assert "1.2 requests a minute" in answers[1].json()["error"]["message"]
+        assert answers[1].json()["error"]["code"] == "rate_limit_exceeded"
         assert 1 <= int(answers[1].headers["retry-after"]) <= 50
         for _ in range(100):  # Up to 10 s of its rate at once.
             assert http.get("/v1/models", headers=of(often)).status_code == 200
@@ -203,7 +203,6 @@ def test_a_model_that_needs_an_image_says_so(settings):
     with serve(settings, published_spec("wan2.2-i2v-a14b")) as address, open_client(address) as http:
         answer = create(http)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_reference")
-        assert answer.json()["error"]["message"].startswith("input_reference: image is missing")
 
 
 @pytest.mark.parametrize(

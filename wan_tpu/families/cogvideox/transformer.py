@@ -26,8 +26,8 @@ from wan_tpu.families.shared.tokens import combine_axes, pad_rows, patchify
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
-from wan_tpu.runtime.bridge import Params, call, to_jax
-from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
+from wan_tpu.runtime.bridge import Params, call, collect_linear, to_jax
+from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, run_on_devices, split_layers, token_layout
 
 MATRICES = r"transformer_blocks\..*\.(attn1\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))\.weight"
 _SPLIT = rf"({MATRICES}|transformer_blocks\..*\.norm[12]\.linear\.weight)"
@@ -104,7 +104,7 @@ def predict(
 
 
 class _Inputs(NamedTuple):
-    """The inputs of one step's blocks; `_Step._specs` has their shardings."""
+    """The inputs of one step's blocks; `_Step.run` has their shardings."""
 
     values: jax.Array  # [L, patch values], zero for the text.
     positions: jax.Array | None  # [L, C], added to the tokens, or None.
@@ -131,29 +131,20 @@ class _Step:
 
     def run(self, inputs: _Inputs) -> jax.Array:
         """Return [B, L, patch values], float32, padding included."""
-        self._blocks = {
-            name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
-            for name, value in inputs.blocks.items()
-        }
+        self._blocks = split_layers(self._mesh, RULES, "transformer_blocks", inputs.blocks)
         branches, axis = inputs.encoder_hidden_states.shape[0], self._layout.branch_axis
         self._local_branches = branches // (self._mesh.shape["dp"] if axis else 1)
-        local = jax.shard_map(
-            self._local, mesh=self._mesh, in_specs=(self._specs(inputs),), out_specs=self._layout.spec, check_vma=False
-        )
-        return local(inputs)
-
-    def _specs(self, inputs: _Inputs) -> _Inputs:
-        tokens, text = P(self._layout.token_axes), text_sharding(self._mesh, inputs.encoder_hidden_states.shape[0]).spec
-        positions, rotary_emb = inputs.positions, inputs.rotary_emb
-        return _Inputs(
-            tokens,  # type: ignore[arg-type]
-            None if positions is None else tokens,  # type: ignore[arg-type]
-            None if rotary_emb is None else (tokens, tokens),  # type: ignore[arg-type]
-            text,  # type: ignore[arg-type]
-            P(),  # type: ignore[arg-type]
-            P(),  # type: ignore[arg-type]
-            self._blocks,  # type: ignore[arg-type]
-            P(),  # type: ignore[arg-type]
+        tokens = P(self._layout.token_axes)
+        return run_on_devices(
+            self._local,
+            self._mesh,
+            inputs,
+            self._layout.spec,
+            values=tokens,
+            positions=tokens,
+            rotary_emb=tokens,
+            encoder_hidden_states=text_sharding(self._mesh, branches).spec,
+            blocks=self._blocks,
         )
 
     def _local(self, inputs: _Inputs) -> jax.Array:
@@ -165,7 +156,7 @@ class _Step:
             """Return this device's tokens [t, C], with the text's [226, C]."""
             rows = jnp.pad(encoder_hidden_states, ((0, len(inputs.values)), (0, 0)))
             rows = jax.lax.dynamic_slice_in_dim(rows, jnp.minimum(start, TEXT_TOKENS), len(inputs.values))
-            video = ops.linear(inputs.values, other_weights["proj.weight"], other_weights["proj.bias"])
+            video = linear(ops, other_weights, "proj", inputs.values)
             tokens = jnp.where(jnp.arange(len(rows))[:, None] < text_rows, rows, video)
             return tokens if inputs.positions is None else tokens + inputs.positions.astype(tokens.dtype)
 
@@ -199,9 +190,7 @@ class _Step:
         def head(hidden_states: jax.Array) -> jax.Array:
             final = other_weights["norm_final.weight"][None], other_weights["norm_final.bias"][None]
             normed = ops.layer_norm(ops.layer_norm(hidden_states, *final, eps=self._eps), scale, shift, eps=self._eps)
-            return ops.linear(normed, other_weights["proj_out.weight"], other_weights["proj_out.bias"]).astype(
-                jnp.float32
-            )
+            return linear(ops, other_weights, "proj_out", normed).astype(jnp.float32)
 
         return map_branches(head, hidden_states)
 
@@ -321,15 +310,9 @@ def _rope_tables(config: Any, grid: list[int], length: int) -> tuple[jax.Array, 
 
 def _other_weights(module: Any) -> Params:
     """Return the weights outside the blocks, with the patch embedding as a matrix [C, patch values]."""
-    weight = to_jax(module.patch_embed.proj.weight)
-    bias = module.patch_embed.proj.bias
-    return {
-        "proj.weight": weight.reshape(weight.shape[0], -1),
-        "proj.bias": jnp.zeros(weight.shape[0], weight.dtype) if bias is None else to_jax(bias),
+    return collect_linear(proj=module.patch_embed.proj, proj_out=module.proj_out) | {
         "norm_final.weight": to_jax(module.norm_final.weight),
         "norm_final.bias": to_jax(module.norm_final.bias),
         "norm_out.weight": to_jax(module.norm_out.norm.weight),
         "norm_out.bias": to_jax(module.norm_out.norm.bias),
-        "proj_out.weight": to_jax(module.proj_out.weight),
-        "proj_out.bias": to_jax(module.proj_out.bias),
     }

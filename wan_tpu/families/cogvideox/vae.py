@@ -24,8 +24,7 @@ from wan_tpu.families.shared.convolutions import (
     upsample,
     upsampling_taps,
 )
-from wan_tpu.families.shared.group_norms import group_moments
-from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.families.shared.group_norms import normalise
 from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 
@@ -90,14 +89,10 @@ def _normalise(norm: Any, cut: HaloCut, x: jax.Array, latents: jax.Array | None 
     The latter computes scale and shift of every pixel from the latents at its position. Its convolutions have one tap,
     so they are applied before the latents are enlarged, not after.
     """
-    ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
-    inner = norm if latents is None else norm.norm_layer
-    mean, variance = group_moments(cut, ops.channel_moments(x, columns=columns, rows=rows), inner.num_groups)
-    scale = jax.lax.rsqrt(variance + inner.eps) * to_jax(inner.weight)
-    around = None
-    if latents is not None:
-        around = jnp.concatenate([pointwise(conv.conv, latents) for conv in (norm.conv_y, norm.conv_b)], axis=-1)
-    return ops.norm_silu(x, scale, to_jax(inner.bias) - mean * scale, around, columns=columns, rows=rows)
+    if latents is None:
+        return normalise(norm, cut, x)
+    around = jnp.concatenate([pointwise(conv.conv, latents) for conv in (norm.conv_y, norm.conv_b)], axis=-1)
+    return normalise(norm.norm_layer, cut, x, around)
 
 
 # ---- Resampling.

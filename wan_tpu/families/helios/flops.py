@@ -1,16 +1,15 @@
 """Counts the operations of a Helios model's stages on diffusers' own modules."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan
 
 from wan_tpu.families.helios import components
 from wan_tpu.families.helios.conditioning import SOURCE_CHUNKS
 from wan_tpu.families.helios.published import CHUNK_FRAMES, HISTORY, TEXT_TOKENS, HeliosConfig
 from wan_tpu.families.shared.flop_count import Flops, count, count_t5
 from wan_tpu.families.shared.t5 import text_encoder
+from wan_tpu.families.wan.flops import count_decoding, count_encoding
 from wan_tpu.request import ResolvedRequest
 
 
@@ -24,13 +23,9 @@ class HeliosFlops(Flops):
         total = prompts * count_t5(build, TEXT_TOKENS)
         if request.image is None and request.video is None:
             return total
-
-        def encode(chunks: int) -> int:
-            frames = 1 + (chunks - 1) * self._config.vae["scale_factor_temporal"]
-            pixels = torch.empty(1, 3, frames, request.height, request.width, device="meta")
-            return count(self._vae, lambda module: module.encode(pixels))
-
-        return total + (1 if request.video is None else SOURCE_CHUNKS) * _extrapolate(encode)
+        frames = 1 + (CHUNK_FRAMES - 1) * self._config.vae["scale_factor_temporal"]
+        encoding = count_encoding(self._config.vae, frames, request.height, request.width)
+        return total + (1 if request.video is None else SOURCE_CHUNKS) * encoding
 
     def step(
         self,
@@ -79,17 +74,5 @@ class HeliosFlops(Flops):
         return torch.empty(1, values, frame_indices.shape[1], height, width, device="meta")
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
-        def decode(frames: int) -> int:
-            latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
-            return count(self._vae, lambda module: module.decode(latents))
-
-        return latent_shape[2] // CHUNK_FRAMES * _extrapolate(decode)
-
-    def _vae(self) -> torch.nn.Module:
-        return AutoencoderKLWan.from_config(self._config.vae)
-
-
-def _extrapolate(work: Callable[[int], int]) -> int:
-    """Count the work of a chunk from that of two and of three latent frames: all others are like the third."""
-    two, three = work(2), work(3)
-    return three + (CHUNK_FRAMES - 3) * (three - two)
+        chunk = (*latent_shape[:2], CHUNK_FRAMES, *latent_shape[3:])
+        return latent_shape[2] // CHUNK_FRAMES * count_decoding(self._config.vae, chunk)

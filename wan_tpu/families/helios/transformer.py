@@ -17,11 +17,12 @@ import torch
 from jax.sharding import Mesh
 
 from wan_tpu.families.helios.chunks import LONG, MID, SHORT
+from wan_tpu.families.shared.layers import linear
 from wan_tpu.families.shared.tokens import pad_rows, patchify
 from wan_tpu.families.wan.text_keys import TextKeys
 from wan_tpu.families.wan.transformer import WanInputs, WanStep, embed_time, head_modulation
 from wan_tpu.ops.dispatch import ops_for
-from wan_tpu.runtime.bridge import Params, call, to_jax
+from wan_tpu.runtime.bridge import Params, call, collect_linear, to_jax
 from wan_tpu.runtime.mesh import token_layout
 from wan_tpu_kernels.columns import Columns
 
@@ -67,7 +68,7 @@ def velocity(
                 head=head_modulation(module.norm_out, temb).astype(jnp.float32),
                 text_keys=to_jax(text_keys),
                 blocks=to_jax(dict(module.blocks.template.named_parameters())),
-                other_weights={f"proj_out.{name}": to_jax(value) for name, value in module.proj_out.named_parameters()},
+                other_weights=collect_linear(proj_out=module.proj_out),
             )
         )
         return velocities[:, :count]
@@ -83,9 +84,8 @@ def _embed(module: Any, name: str, latents: jax.Array, scale: int) -> jax.Array:
     """
     patch: Sequence[int] = [scale * size for size in module.config.patch_size]
     padding = [(0, -n % p) for n, p in zip(latents.shape[2:], patch, strict=True)]
-    weight, bias = (to_jax(getattr(getattr(module, name), part)) for part in ("weight", "bias"))
     values = patchify(jnp.pad(latents, ((0, 0), (0, 0), *padding), mode="edge"), patch)
-    return ops_for("cpu").linear(values, weight.reshape(len(weight), -1), bias)
+    return linear(ops_for("cpu"), collect_linear(**{name: getattr(module, name)}), name, values)
 
 
 class HistoryStep(WanStep):

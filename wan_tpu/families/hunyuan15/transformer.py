@@ -25,8 +25,8 @@ from wan_tpu.families.shared.tokens import combine_axes, pad_rows, patchify
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, ReplicatedTokens, exchanged_attention, head_groups, key_parts
-from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
-from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
+from wan_tpu.runtime.bridge import Params, call, collect_linear, to_jax, to_torch
+from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, run_on_devices, split_layers, token_layout
 
 _BLOCK = r"transformer_blocks\..*\."
 _LINEAR = r"attn\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2)"
@@ -82,7 +82,7 @@ def predict(
                 temb=jax.nn.silu(temb)[0],
                 head=head.reshape(2, -1).astype(jnp.float32),
                 blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
-                other_weights=_other_weights(module),
+                other_weights=collect_linear(x_embedder=module.x_embedder.proj, proj_out=module.proj_out),
             )
         )
         return tokens[:, : len(values)]
@@ -118,20 +118,23 @@ class _Step:
 
     def run(self, inputs: _Inputs) -> jax.Array:
         """Return [B, L, C of the latents], float32, padding included."""
-        self._blocks = {
-            name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
-            for name, value in inputs.blocks.items()
-        }
+        self._blocks = split_layers(self._mesh, RULES, "transformer_blocks", inputs.blocks)
         tokens, branch = P(self._layout.token_axes), P(self._layout.branch_axis)
-        specs = _Inputs(tokens, (tokens, tokens), branch, branch, P(), P(), self._blocks, P())  # type: ignore[arg-type]
-        local = jax.shard_map(
-            self._local, mesh=self._mesh, in_specs=(specs,), out_specs=self._layout.spec, check_vma=False
+        return run_on_devices(
+            self._local,
+            self._mesh,
+            inputs,
+            self._layout.spec,
+            values=tokens,
+            rotary_emb=tokens,
+            encoder_hidden_states=branch,
+            encoder_tokens=branch,
+            blocks=self._blocks,
         )
-        return local(inputs)
 
     def _local(self, inputs: _Inputs) -> jax.Array:
         ops, other_weights = self._ops, inputs.other_weights
-        video = ops.linear(inputs.values, other_weights["x_embedder.weight"], other_weights["x_embedder.bias"])
+        video = linear(ops, other_weights, "x_embedder", inputs.values)
         modulations = [self._modulations(f"{name}.linear", inputs) for name in _STREAMS]
 
         def layer(hidden_states: Any, weights: Params, index: jax.Array) -> Any:
@@ -156,9 +159,7 @@ class _Step:
 
         def head(hidden_states: jax.Array) -> jax.Array:
             normed = ops.layer_norm(hidden_states, 1 + scale[None], shift[None], eps=_EPS)
-            return ops.linear(normed, other_weights["proj_out.weight"], other_weights["proj_out.bias"]).astype(
-                jnp.float32
-            )
+            return linear(ops, other_weights, "proj_out", normed).astype(jnp.float32)
 
         return jax.lax.map(head, hidden_states)
 
@@ -261,14 +262,3 @@ def _rope_tables(config: Any, grid: tuple[int, ...], length: int) -> tuple[jax.A
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     tables = jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
     return pad_rows(tables[0], length), pad_rows(tables[1], length)
-
-
-def _other_weights(module: Any) -> Params:
-    """Return the weights outside the blocks, with the patch embedding as a matrix [C, channels of the input]."""
-    weight = to_jax(module.x_embedder.proj.weight)
-    return {
-        "x_embedder.weight": weight.reshape(weight.shape[0], -1),
-        "x_embedder.bias": to_jax(module.x_embedder.proj.bias),
-        "proj_out.weight": to_jax(module.proj_out.weight),
-        "proj_out.bias": to_jax(module.proj_out.bias),
-    }

@@ -17,6 +17,7 @@ import numpy as np
 
 from wan_tpu.families.shared.causal_vae import RepeatedStart
 from wan_tpu.families.shared.convolutions import convolve, pointwise, taps_first
+from wan_tpu.families.shared.vae_attention import attend, rms_norm
 from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
@@ -179,36 +180,15 @@ def _mean(x: jax.Array, group: int) -> jax.Array:
 
 def _attention_block(block: Any, cut: HaloCut, x: jax.Array, history: AttentionHistory) -> jax.Array:
     """Apply a HunyuanVideo15AttnBlock: each pixel of x [T, X, Y, C] attends to its frame and those before it."""
-    wide = x.astype(jnp.float32)
-    norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
-    normed = (wide / norm * x.shape[-1] ** 0.5 * _gamma(block.norm)).astype(x.dtype)
+    normed = rms_norm(x, _gamma(block.norm))
     key, value = (cut.gather(pointwise(conv, normed)) for conv in (block.to_k, block.to_v))
     keys, values, before = history.add_keys(key, value)
     query, inside = pointwise(block.to_q, normed), cut.inside_mask(key)
     frames = jnp.arange(len(keys)) <= before + jnp.arange(x.shape[0])[:, None]
-    attended = jax.vmap(_attend, in_axes=(0, None, None, 0))(query, keys, values, frames[:, :, None, None] & inside)
+    attended = jax.vmap(functools.partial(attend, at_once=QUERIES), in_axes=(0, None, None, 0))(
+        query, keys, values, frames[:, :, None, None] & inside
+    )
     return zero_outside(x + pointwise(block.proj_out, attended), *cut.inside(x))
-
-
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array) -> jax.Array:
-    """Compute attention of one head with scale 1/sqrt(C), some columns of queries at a time.
-
-    Args:
-        query: [X, Y, C], of one device and frame.
-        key, value: [T, W, H, C].
-        seen: [T, W, H], which keys the queries attend to.
-    """
-    keys, values, mask = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1]), seen.reshape(-1)
-    scale = query.shape[-1] ** -0.5
-
-    def column(queries: jax.Array) -> jax.Array:
-        scores = jnp.einsum("yc,nc->yn", queries, keys, preferred_element_type=jnp.float32) * scale
-        scores = jnp.where(mask, scores, -jnp.inf)
-        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        attended = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return (attended / weights.sum(-1, keepdims=True)).astype(queries.dtype)
-
-    return jax.lax.map(column, query, batch_size=max(1, QUERIES // query.shape[1]))
 
 
 def _gamma(norm: Any) -> jax.Array:

@@ -28,11 +28,11 @@ from wan_tpu.families.ltx2.sharding import IN_PLACE, RULES, TEXT
 from wan_tpu.families.ltx2.streams.modulation import Times, add_modulations, embed_times, project_texts
 from wan_tpu.families.ltx2.streams.sound import SoundStream
 from wan_tpu.families.ltx2.streams.video import PREFETCHED, VideoStream
-from wan_tpu.families.shared.layers import scan_layers
+from wan_tpu.families.shared.layers import linear, scan_layers
 from wan_tpu.families.shared.tokens import pad_rows
 from wan_tpu.ops.dispatch import ops_for
-from wan_tpu.runtime.bridge import Params, call, to_jax
-from wan_tpu.runtime.mesh import TokenLayout, token_layout, weight_spec
+from wan_tpu.runtime.bridge import Params, call, collect_linear, to_jax
+from wan_tpu.runtime.mesh import TokenLayout, run_on_devices, split_layers, token_layout
 
 _EPS = 1e-6  # Epsilon of the norm before the output: a constant of diffusers' module.
 
@@ -112,7 +112,7 @@ def predict(
                 rotary_emb=conditions.rotary_emb,
                 modulation=embedded,
                 blocks=to_jax(dict(module.transformer_blocks.template.named_parameters())),
-                other_weights=_collect_heads(module),
+                other_weights=collect_linear(proj_out=module.proj_out, audio_proj_out=module.audio_proj_out),
             )
         )
 
@@ -167,16 +167,11 @@ class _Step:
 
     def run(self, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
         """Return [E, L, channels] and [E, A, channels], float32, without padding."""
-        self._split = {
-            name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
-            for name, value in inputs.blocks.items()
-        }
-        replicated = P()
-        specs = jax.tree.map(lambda _: replicated, inputs)
-        specs = specs._replace(video=P(self._layout.token_axes), blocks=self._split)
-        out = (P(None, self._layout.token_axes), replicated)
-        local = jax.shard_map(self._run_on_device, mesh=self._mesh, in_specs=(specs,), out_specs=out, check_vma=False)
-        video, audio = local(inputs)
+        self._split = split_layers(self._mesh, RULES, "transformer_blocks", inputs.blocks)
+        axes = self._layout.token_axes
+        video, audio = run_on_devices(
+            self._run_on_device, self._mesh, inputs, (P(None, axes), P()), video=P(axes), blocks=self._split
+        )
         return video[:, : math.prod(self._grid)], audio
 
     def _run_on_device(self, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
@@ -225,15 +220,7 @@ class _Step:
             shift, scale = (modulation[f"{name}head"][:, i] for i in range(2))
             (scale, first_rows), (shift, _) = map(stream.find_segments, (scale, shift))
             normed = ops.layer_norm(states, 1 + scale, shift, eps=_EPS, first_rows=first_rows)
-            weight, bias = inputs.other_weights[f"{name}proj_out.weight"], inputs.other_weights[f"{name}proj_out.bias"]
-            velocities = ops.linear(normed, weight, bias).astype(jnp.float32)
+            velocities = linear(ops, inputs.other_weights, f"{name}proj_out", normed).astype(jnp.float32)
             return velocities.reshape(len(self._evaluations), -1, velocities.shape[1])
 
         return head(hidden_states[0], "", video), head(hidden_states[1], "audio_", sound)
-
-
-def _collect_heads(module: Any) -> Params:
-    heads = {"proj_out": module.proj_out, "audio_proj_out": module.audio_proj_out}
-    return {
-        f"{name}.{part}": to_jax(getattr(layer, part)) for name, layer in heads.items() for part in ("weight", "bias")
-    }

@@ -20,8 +20,7 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.vae import spread, spreading_changes
 from wan_tpu.families.shared.convolutions import convolve, lay_out, taps_first
-from wan_tpu.families.shared.group_norms import group_moments
-from wan_tpu.ops.dispatch import ops_for
+from wan_tpu.families.shared.group_norms import fold_norm, normalise
 from wan_tpu.ops.halo import HaloCut, cut_picture, strip_spec
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 from wan_tpu.runtime.components import Component
@@ -122,12 +121,8 @@ def _conv(conv: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
 
 def _norm(norm: Any, cut: HaloCut, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
     """Apply a GroupNorm over all frames and the whole picture, add a residual, and apply SiLU."""
-    ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
-    moments = ops.channel_moments(x, columns=columns, rows=rows)
-    mean, variance = group_moments(cut, moments, norm.num_groups)
-    scale = jax.lax.rsqrt(variance + norm.eps) * to_jax(norm.weight)
-    shift = to_jax(norm.bias) - mean * scale
     if residual is None:
-        return ops.norm_silu(x, scale, shift, columns=columns, rows=rows)
+        return normalise(norm, cut, x)
+    scale, shift = fold_norm(norm, cut, x)
     total = x.astype(jnp.float32) * scale + shift + residual.astype(jnp.float32)
-    return zero_outside(jax.nn.silu(total), columns, rows).astype(x.dtype)
+    return zero_outside(jax.nn.silu(total), *cut.inside(x)).astype(x.dtype)

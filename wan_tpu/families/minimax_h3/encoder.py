@@ -12,10 +12,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from wan_tpu.families.shared.convolutions import Changes, convolve, downsampling_taps, pointwise, taps_first
-from wan_tpu.families.shared.group_norms import group_moments
+from wan_tpu.families.shared.convolutions import (
+    Changes,
+    convolve,
+    downsample,
+    downsampling_taps,
+    pointwise,
+    taps_first,
+)
+from wan_tpu.families.shared.group_norms import normalise
 from wan_tpu.families.shared.layers import in_float32
-from wan_tpu.ops.dispatch import ops_for
 from wan_tpu.ops.halo import HaloCut, cut_picture
 from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
 
@@ -64,15 +70,16 @@ def _encode(module: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
         for resnet in block.resnets:
             x = _residual_block(resnet, cut, x)
         for downsampler in block.downsamplers or ():
-            x = _downsample(downsampler, cut, x)
-    x = _conv(half.conv_out, cut, _normalise(half.norm_out, cut, x))
+            # The last square is repeated beyond the edge: of its pixels only those count that mirror the picture's.
+            x = downsample(downsampler.conv, cut, x, "edge")
+    x = _conv(half.conv_out, cut, normalise(half.norm_out, cut, x))
     return pointwise(module.quant_conv, x)
 
 
 def _residual_block(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
-    hidden = _conv(block.conv1, cut, _normalise(block.norm1, cut, x))
+    hidden = _conv(block.conv1, cut, normalise(block.norm1, cut, x))
     shortcut = x if block.conv_shortcut is None else pointwise(block.conv_shortcut, x)
-    return _conv(block.conv2, cut, _normalise(block.norm2, cut, hidden), residual=shortcut)
+    return _conv(block.conv2, cut, normalise(block.norm2, cut, hidden), residual=shortcut)
 
 
 def _conv(conv: Any, cut: HaloCut, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
@@ -80,23 +87,3 @@ def _conv(conv: Any, cut: HaloCut, x: jax.Array, *, residual: jax.Array | None =
     x = cut.extend(x, "reflect")
     weight, bias = to_jax(conv.weight), to_jax(conv.bias)
     return convolve(cut, x, weight, bias, residual=residual, before=(1, 1), padding="reflect")
-
-
-def _downsample(block: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
-    """Apply a convolution to every second column and row; `downsampling_taps` has folded its weight.
-
-    Squares of four pixels are channels here. The last square is repeated beyond the edge: of its pixels only those
-    count that mirror the picture's.
-    """
-    frames, columns, rows, channels = x.shape
-    squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)
-    squares = cut.extend(squares.reshape(frames, columns // 2, rows // 2, 4 * channels), "edge")
-    return convolve(cut, squares, to_jax(block.conv.weight), to_jax(block.conv.bias), padding="edge")
-
-
-def _normalise(norm: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
-    """Apply a GroupNorm to x [1, X, Y, C], and then SiLU."""
-    ops, (columns, rows) = ops_for(cut.mesh.devices.flat[0].platform), cut.inside(x)
-    mean, variance = group_moments(cut, ops.channel_moments(x, columns=columns, rows=rows), norm.num_groups)
-    scale = jax.lax.rsqrt(variance + norm.eps) * to_jax(norm.weight)
-    return ops.norm_silu(x, scale, to_jax(norm.bias) - mean * scale, columns=columns, rows=rows)

@@ -31,8 +31,8 @@ from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, 
 from wan_tpu.ops.sparse_linear import QUERY_BLOCK, Density, SparseLinear
 from wan_tpu.ops.tiles import Tiles
 from wan_tpu.ops.video_sparse import Sparsity, VideoSparse
-from wan_tpu.runtime.bridge import Params, call, to_jax, to_torch
-from wan_tpu.runtime.mesh import AXES, TokenLayout, axis_size, token_layout, weight_spec
+from wan_tpu.runtime.bridge import Params, call, collect_linear, to_jax, to_torch
+from wan_tpu.runtime.mesh import AXES, TokenLayout, axis_size, run_on_devices, split_layers, token_layout
 
 # Weights used before attention, which takes most of a layer: they are gathered during that of the layer before, and
 # those in `_GATHERED` during its own. The output's aren't gathered early: they would be in the loop's state and copied.
@@ -210,24 +210,18 @@ class _Step:
 
     def run(self, inputs: _Inputs) -> jax.Array:
         """Return the outputs of both heads side by side, float32 [L, channels of video and sound]."""
-        self._split = {
-            name: weight_spec(self._mesh, RULES, f"transformer_blocks.*.{name}", value.shape[1:], stacked=True)
-            for name, value in inputs.blocks.items()
-        }
-        sharded, replicated = P(self._tokens.token_axes), P()
-        specs = jax.tree.map(lambda _: replicated, inputs)
-        specs = specs._replace(video=sharded, positions=sharded, blocks=self._split)
-        local = jax.shard_map(
-            self._run_on_device, mesh=self._mesh, in_specs=(specs,), out_specs=sharded, check_vma=False
+        self._split = split_layers(self._mesh, RULES, "transformer_blocks", inputs.blocks)
+        rows = P(self._tokens.token_axes)
+        return run_on_devices(
+            self._run_on_device, self._mesh, inputs, rows, video=rows, positions=rows, blocks=self._split
         )
-        return local(inputs)
 
     def _run_on_device(self, inputs: _Inputs) -> jax.Array:
         ops, other_weights, count = self._ops, inputs.other_weights, len(inputs.video)
         start, layout = jax.lax.axis_index(self._tokens.token_axes) * count, self._layout
         dtype, ends = inputs.replicated.dtype, inputs.ends - start
         with in_float32():
-            video = ops.linear(inputs.video, other_weights["proj_in.weight"], other_weights["proj_in.bias"])
+            video = linear(ops, other_weights, "proj_in", inputs.video)
         row = start + jnp.arange(count)
         # Each part follows the real rows of the part before it, and in `replicated` its padding.
         part_ends = jnp.cumsum(inputs.counts)
@@ -267,7 +261,7 @@ class _Step:
             hidden_states, scale, shift, eps=self._config.final_norm_eps, centred=False, first_rows=ends
         )
         with in_float32():
-            return ops.linear(normed.astype(jnp.float32), other_weights["heads.weight"], other_weights["heads.bias"])
+            return linear(ops, other_weights, "heads", normed.astype(jnp.float32))
 
     def _modulate(self, inputs: _Inputs) -> jax.Array:
         """Return every layer's shifts, scales and gates of attention and feed-forward, float32 [layers, M, 6, C].
@@ -414,9 +408,7 @@ def rotary_tables(config: Any, positions: jax.Array) -> tuple[jax.Array, jax.Arr
 def _collect_other_weights(module: Any) -> Params:
     """Return the weights outside the blocks, both heads as one matrix."""
     heads = module.proj_out, module.audio_proj_out
-    return {
-        "proj_in.weight": to_jax(module.proj_in.weight),
-        "proj_in.bias": to_jax(module.proj_in.bias),
+    return collect_linear(proj_in=module.proj_in) | {
         "norm_out.norm.weight": to_jax(module.norm_out.norm.weight),
         "heads.weight": jnp.concatenate([to_jax(head.weight) for head in heads]),
         "heads.bias": jnp.concatenate([to_jax(head.bias) for head in heads]),

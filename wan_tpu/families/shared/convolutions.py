@@ -19,6 +19,8 @@ from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu.runtime.components import Component
 from wan_tpu.runtime.mesh import Rule
+from wan_tpu_kernels.vae.causal_conv import Padding
+from wan_tpu_kernels.vae.folded_conv import enlarge
 
 # ---- Weights, laid out once, as they are read.
 
@@ -118,18 +120,20 @@ def pointwise(conv: Any, x: jax.Array) -> jax.Array:
 
 def upsample(conv: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
     """Double columns and rows, nearest, and apply a 3x3 convolution whose weight `upsampling_taps` has folded."""
-    four = convolve(cut, x, to_jax(conv.weight), jnp.tile(to_jax(conv.bias), 4), before=(1, 1))
-    frames, columns, rows, channels = four.shape
-    squares = four.reshape(frames, columns, rows, 2, channels // 2).transpose(0, 1, 3, 2, 4)
-    return squares.reshape(frames, 2 * columns, 2 * rows, channels // 4)
+    return enlarge(convolve(cut, x, to_jax(conv.weight), jnp.tile(to_jax(conv.bias), 4), before=(1, 1)))
 
 
-def downsample(conv: Any, cut: HaloCut, x: jax.Array) -> jax.Array:
-    """Apply a 3x3 convolution to every second column and row; `downsampling_taps` has folded its weight."""
+def downsample(conv: Any, cut: HaloCut, x: jax.Array, padding: Padding = "zeros") -> jax.Array:
+    """Apply a 3x3 convolution to every second column and row; `downsampling_taps` has folded its weight.
+
+    Squares of four pixels are channels here, and `padding` is what lies beyond the edge's squares.
+    """
     frames, columns, rows, channels = x.shape
     squares = x.reshape(frames, columns // 2, 2, rows // 2, 2 * channels).transpose(0, 1, 3, 2, 4)
     squares = squares.reshape(frames, columns // 2, rows // 2, 4 * channels)
-    return convolve(cut, squares, to_jax(conv.weight), to_jax(conv.bias))
+    if padding != "zeros":
+        squares = cut.extend(squares, padding)
+    return convolve(cut, squares, to_jax(conv.weight), to_jax(conv.bias), padding=padding)
 
 
 # ---- Squares of a whole video's pixels as channels, before and after the strips.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -23,13 +24,8 @@ class WanFlops(Flops):
         total = prompts * count_t5(build, TEXT_TOKENS)
         if request.image is None:
             return total
-
-        def encode(frames: int) -> int:
-            pixels = torch.empty(1, 3, frames, request.height, request.width, device="meta")
-            return count(self._vae, lambda module: module.encode(pixels))
-
         frames = 1 if self._config.expand_timesteps else request.frames
-        return total + _extrapolate(encode, frames, self._config.vae["scale_factor_temporal"])
+        return total + count_encoding(self._config.vae, frames, request.height, request.width)
 
     def step(self, latent_shape: tuple[int, ...], *, branches: int, images: int = 0) -> int:
         config = self._config.transformer
@@ -52,15 +48,27 @@ class WanFlops(Flops):
         return branches * operations
 
     def decoder(self, latent_shape: tuple[int, ...]) -> int:
+        return count_decoding(self._config.vae, latent_shape)
 
-        def decode(frames: int) -> int:
-            latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
-            return count(self._vae, lambda module: module.decode(latents))
 
-        return _extrapolate(decode, latent_shape[2], 1)
+def count_encoding(vae: dict[str, Any], frames: int, height: int, width: int) -> int:
+    """Count the encoding of pixels by a VAE of this configuration."""
 
-    def _vae(self) -> torch.nn.Module:
-        return AutoencoderKLWan.from_config(self._config.vae)
+    def encode(frames: int) -> int:
+        pixels = torch.empty(1, 3, frames, height, width, device="meta")
+        return count(lambda: AutoencoderKLWan.from_config(vae), lambda module: module.encode(pixels))
+
+    return _extrapolate(encode, frames, vae["scale_factor_temporal"])
+
+
+def count_decoding(vae: dict[str, Any], latent_shape: tuple[int, ...]) -> int:
+    """Count the decoding of latents [1, C, T, H, W] by a VAE of this configuration."""
+
+    def decode(frames: int) -> int:
+        latents = torch.empty(*latent_shape[:2], frames, *latent_shape[3:], device="meta")
+        return count(lambda: AutoencoderKLWan.from_config(vae), lambda module: module.decode(latents))
+
+    return _extrapolate(decode, latent_shape[2], 1)
 
 
 def _extrapolate(work: Callable[[int], int], frames: int, stride: int) -> int:

@@ -29,8 +29,8 @@ from wan_tpu.ops.attention import attention, query_scale
 from wan_tpu.ops.dispatch import Ops, ops_for
 from wan_tpu.ops.exchange import Projections, exchanged_attention, head_groups, key_parts
 from wan_tpu.ops.sparse_linear import QUERY_BLOCK, SparseLinear
-from wan_tpu.runtime.bridge import Params, call, to_jax
-from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, token_layout, weight_spec
+from wan_tpu.runtime.bridge import Params, call, collect_linear, to_jax
+from wan_tpu.runtime.mesh import SHARDS, Rule, TokenLayout, run_on_devices, split_layers, token_layout
 
 # Large matrices [O, I] have their outputs split over the devices of one branch, and are gathered layer by layer.
 # Everything else, with embeddings and output (0.6 % of a 14B model), is whole on every device.
@@ -95,7 +95,7 @@ def velocity(
                 head=head_modulation(module, temb).astype(jnp.float32),
                 text_keys=to_jax(text_keys),
                 blocks=to_jax(dict(module.blocks.template.named_parameters())),
-                other_weights=_other_weights(module),
+                other_weights=collect_linear(patch_embedding=module.patch_embedding, proj_out=module.proj_out),
                 reuse=reuse,
             )
         )
@@ -104,7 +104,7 @@ def velocity(
 
 
 class WanInputs(NamedTuple):
-    """The inputs of one step's blocks; `WanStep._specs` has their shardings."""
+    """The inputs of one step's blocks; `WanStep.run` has their shardings."""
 
     tokens: jax.Array  # [L, patch values].
     rotary_emb: tuple[jax.Array, ...]  # Cosines and sines, two arrays [L, D].
@@ -136,29 +136,22 @@ class WanStep:
     def run(self, inputs: WanInputs) -> tuple[jax.Array, jax.Array | None]:
         """Return [B, L, patch values], float32, without padding, and the residual, or None without `reuse`."""
         branches = inputs.text_keys["key"].shape[1]
-        self._blocks = {
-            name: weight_spec(self._mesh, RULES, f"blocks.*.{name}", value.shape[1:], stacked=True)
-            for name, value in inputs.blocks.items()
-            if not name.startswith(_USED_BY_TEXT_KEYS)
-        }
-        inputs = inputs._replace(blocks={name: inputs.blocks[name] for name in self._blocks})
+        blocks = {name: x for name, x in inputs.blocks.items() if not name.startswith(_USED_BY_TEXT_KEYS)}
+        self._blocks = split_layers(self._mesh, RULES, "blocks", blocks)
         self._local_branches = branches // (self._mesh.shape["dp"] if self._layout.branch_axis else 1)
-        specs = (self._specs(inputs),)
-        spec = self._layout.spec
-        out = (spec, None if inputs.reuse is None or inputs.reuse.skipped is None else spec)
-        local = jax.shard_map(self._local, mesh=self._mesh, in_specs=specs, out_specs=out, check_vma=False)
-        velocities, residual = local(inputs)
+        tokens, spec = P(self._layout.token_axes), self._layout.spec
+        velocities, residual = run_on_devices(
+            self._local,
+            self._mesh,
+            inputs._replace(blocks=blocks),
+            (spec, None if inputs.reuse is None or inputs.reuse.skipped is None else spec),
+            tokens=tokens,
+            rotary_emb=tokens,
+            text_keys={name: key_sharding(self._mesh, name, branches).spec for name in inputs.text_keys},
+            blocks=self._blocks,
+            reuse=None if inputs.reuse is None else Reuse(spec, P(self._layout.branch_axis)),  # type: ignore[arg-type]
+        )
         return velocities[:, : self._tokens], residual
-
-    def _specs(self, inputs: WanInputs) -> WanInputs:
-        tokens = P(self._layout.token_axes)
-        branches = inputs.text_keys["key"].shape[1]
-        keys = {name: key_sharding(self._mesh, name, branches).spec for name in inputs.text_keys}
-        reuse = None
-        if inputs.reuse is not None:
-            skipped = None if inputs.reuse.skipped is None else P(self._layout.branch_axis)
-            reuse = Reuse(self._layout.spec, skipped)  # type: ignore[arg-type]
-        return WanInputs(tokens, (tokens, tokens), P(), P(), keys, self._blocks, P(), reuse)  # type: ignore[arg-type]
 
     def _local(self, inputs: WanInputs) -> tuple[jax.Array, jax.Array | None]:
         ops, other_weights, reuse = self._ops, inputs.other_weights, inputs.reuse
@@ -189,16 +182,13 @@ class WanStep:
 
         def head(hidden_states: jax.Array) -> jax.Array:
             normed = ops.layer_norm(hidden_states, 1 + scale, shift, eps=self._eps, first_rows=first_rows)
-            return ops.linear(normed, other_weights["proj_out.weight"], other_weights["proj_out.bias"]).astype(
-                jnp.float32
-            )
+            return linear(ops, other_weights, "proj_out", normed).astype(jnp.float32)
 
         return map_branches(head, hidden_states), residual
 
     def embed(self, inputs: WanInputs) -> jax.Array:
         """Return the hidden state before the first layer, [t, C]."""
-        weight, bias = (inputs.other_weights[f"patch_embedding.{name}"] for name in ("weight", "bias"))
-        return self._ops.linear(inputs.tokens, weight, bias)
+        return linear(self._ops, inputs.other_weights, "patch_embedding", inputs.tokens)
 
     def scale_keys(self, keys: tuple[jax.Array, ...], weights: Params, first_rows: jax.Array) -> tuple[jax.Array, ...]:
         """Return the keys of self-attention as they are attended to, in parts as in `Projections.key`."""
@@ -330,14 +320,3 @@ def embed_time(module: Any, timestep: torch.Tensor, dtype: torch.dtype) -> tuple
 def head_modulation(module: Any, temb: torch.Tensor) -> jax.Array:
     """Return shift and scale before the output, [2, M, C]."""
     return to_jax(module.scale_shift_table + temb[:, None]).swapaxes(0, 1)
-
-
-def _other_weights(module: Any) -> Params:
-    """Return the weights outside the blocks, with the patch embedding's convolution as a matrix [C, patch values]."""
-    weight = to_jax(module.patch_embedding.weight)
-    return {
-        "patch_embedding.weight": weight.reshape(weight.shape[0], -1),
-        "patch_embedding.bias": to_jax(module.patch_embedding.bias),
-        "proj_out.weight": to_jax(module.proj_out.weight),
-        "proj_out.bias": to_jax(module.proj_out.bias),
-    }

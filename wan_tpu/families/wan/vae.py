@@ -7,7 +7,7 @@ folded into convolutions at the lower resolution.
 Shapes: T frames, X columns and Y rows of a device's strip, C channels, O channels out, N tokens.
 """
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +27,7 @@ from wan_tpu.families.shared.convolutions import (
     upsample,
     upsampling_taps,
 )
+from wan_tpu.families.shared.vae_attention import attend, rms_norm
 from wan_tpu.ops.halo import HaloCut
 from wan_tpu.runtime.bridge import to_jax
 from wan_tpu_kernels.vae.causal_conv import zero_outside
@@ -259,34 +260,9 @@ def _repeat(shortcut: Any, x: jax.Array, *, first: bool) -> jax.Array:
 
 def _attention_block(block: Any, cut: HaloCut, x: jax.Array, history: History) -> jax.Array:
     """Apply a WanAttentionBlock: each pixel of x [T, X, Y, C] attends to all of its frame, on all devices."""
-    wide = x.astype(jnp.float32)
-    norm = jnp.sqrt(jnp.maximum((wide * wide).sum(-1, keepdims=True), 1e-24))
-    normed = (wide / norm * math.sqrt(x.shape[-1]) * _gamma(block.norm)).astype(x.dtype)
-    query, key, value = jnp.split(pointwise(block.to_qkv, normed), 3, axis=-1)
-    attended = jax.vmap(_attend)(query, cut.gather(key), cut.gather(value))
+    query, key, value = jnp.split(pointwise(block.to_qkv, rms_norm(x, _gamma(block.norm))), 3, axis=-1)
+    attended = jax.vmap(functools.partial(attend, at_once=QUERIES))(query, cut.gather(key), cut.gather(value))
     return zero_outside(x + pointwise(block.proj, attended), *cut.inside(x))
-
-
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Compute attention of one head with scale 1/sqrt(C), some columns of queries at a time.
-
-    Args:
-        query: [X, Y, C], of one device.
-        key, value: [W, H, C], of the whole picture.
-
-    Returns:
-        [X, Y, C].
-    """
-    keys, values = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1])
-    scale = query.shape[-1] ** -0.5
-
-    def column(queries: jax.Array) -> jax.Array:
-        scores = jnp.einsum("yc,nc->yn", queries, keys, preferred_element_type=jnp.float32) * scale
-        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        attended = jnp.einsum("yn,nc->yc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return (attended / weights.sum(-1, keepdims=True)).astype(queries.dtype)
-
-    return jax.lax.map(column, query, batch_size=max(1, QUERIES // query.shape[1]))
 
 
 def _gamma(norm: Any) -> jax.Array:
