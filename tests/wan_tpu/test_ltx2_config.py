@@ -21,7 +21,7 @@ from wan_tpu.families.ltx2.small import make_checkpoint
 DEV, DISTILLED = "diffusers/LTX-2.3-Diffusers", "diffusers/LTX-2.3-Distilled-Diffusers"
 # Name; size, steps and guidance of Lightricks' program, and of diffusers.
 OPENED = {
-    "Lightricks/LTX-2": ("ltx-2", ((512, 768), 40, 3), ((512, 768), 40, 4)),
+    "Lightricks/LTX-2": ("ltx-2", ((512, 768), 40, 3), ((512, 768), 30, 3)),
     "rootonchair/LTX-2-19b-distilled": ("ltx-2-distilled", ((1024, 1536), 11, 1), ((1024, 1536), 11, 1)),
     DEV: ("ltx-2.3", ((512, 768), 30, 3), ((512, 768), 30, 3)),
     DISTILLED: ("ltx-2.3-distilled", ((1024, 1536), 11, 1), ((1024, 1536), 11, 1)),

@@ -152,7 +152,7 @@ def test_programs_have_other_names_where_they_are_not_those_of_diffusers(kind, h
 
 @pytest.mark.long
 def test_work_of_every_evaluation_and_of_both_sizes_of_an_image_is_counted(folders):
-    for kind, preset, evaluations in (("ltx-2", None, 4), ("ltx-2", "diffusers", 2), ("ltx-2.3-distilled", None, 1)):
+    for kind, preset, evaluations in (("ltx-2", None, 4), ("ltx-2", "diffusers", 3), ("ltx-2.3-distilled", None, 1)):
         model = open_model(Checkpoint(folders(kind)))
         plan = model.spec.plan(GenerationRequest(prompt="A cat", preset=preset, height=64, width=64, frames=9))
         expert = plan.experts[-1]
