@@ -78,7 +78,7 @@ def test_a_number_of_keys_that_only_the_program_knows_costs_nothing():
     ("kernel", "tokens", "entries", "target"),
     [
         pytest.param(sparse, 75_776, 177, 2250, marks=pytest.mark.thorough),  # 15 % of a video's blocks.
-        pytest.param(sparse, 8192, 32, 2820, marks=pytest.mark.long),
+        pytest.param(sparse, 8192, 32, 2820, marks=pytest.mark.thorough),
         pytest.param(tiles, 8192, 111, 2450, marks=pytest.mark.thorough),  # An iteration is the same for all lengths.
     ],
 )
@@ -100,7 +100,7 @@ INT8_MACS = 2 * V6E.bf16_flops / 2 / V6E.clock_hz  # Multiply-adds per cycle of 
     [
         pytest.param(5120, 5120, {"residual": True}, marks=pytest.mark.thorough),
         (5120, 13824, {"activation": "gelu_tanh"}),
-        (13824, 5120, {"residual": True}),
+        pytest.param(13824, 5120, {"residual": True}, marks=pytest.mark.thorough),
     ],
 )
 def test_linear_layers_in_int8_reach_their_share_of_the_peak(inputs, outputs, more):

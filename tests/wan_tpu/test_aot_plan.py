@@ -199,7 +199,7 @@ def test_process_that_compiles_traces_only_its_job_s_stages():
     assert set(compiling._list_programs(json.dumps(shared))) == {KEYS, STEP}
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_program_that_another_model_has_too_is_compiled_once(tmp_path):
     job = make_jobs()[KEYS]
     other = dataclasses.replace(job, depends_on=job.depends_on | {"settings": "of another model"})
@@ -409,7 +409,7 @@ def test_a_cached_step_is_compiled_for_the_schedule_of_its_curve(tmp_path):
     assert (spec.plan_skips(compiled) == spec.plan_skips(request)).all()
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_plan_with_keyframes_has_the_programs_that_read_them_and_those_of_the_sound(tmp_path):
     model = published_model("minimax-h3")
     request = GenerationRequest().resolve(model.spec.defaults)

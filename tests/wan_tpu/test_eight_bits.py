@@ -204,17 +204,17 @@ def wide(params, name):
     ("kind", "precision"),
     [
         ("cogvideox1.5-5b", "float8-attention"),
-        ("hunyuanvideo1.5-480p-t2v", "float8-attention"),
-        pytest.param("cogvideox1.5-5b", "int8-attention-both", marks=pytest.mark.thorough),
-        pytest.param("wan2.2-t2v-a14b", "float8-attention-both", marks=pytest.mark.thorough),
-        ("ltx-2.3-distilled", "int8"),
         *(
-            pytest.param(kind, "int8", marks=pytest.mark.thorough)
-            for kind in (
-                "cogvideox1.5-5b",
-                "hunyuanvideo1.5-480p-t2v",
-                "turbowan2.2-i2v-a14b",
-                "wan2.1-i2v-14b-480p",  # keys of an image, too
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("hunyuanvideo1.5-480p-t2v", "float8-attention"),
+                ("cogvideox1.5-5b", "int8-attention-both"),
+                ("wan2.2-t2v-a14b", "float8-attention-both"),
+                ("ltx-2.3-distilled", "int8"),
+                ("cogvideox1.5-5b", "int8"),
+                ("hunyuanvideo1.5-480p-t2v", "int8"),
+                ("turbowan2.2-i2v-a14b", "int8"),
+                ("wan2.1-i2v-14b-480p", "int8"),  # keys of an image, too
             )
         ),
     ],
@@ -230,7 +230,13 @@ def test_every_family_has_8_bits(kind, precision, pipeline):
 
 @pytest.mark.parametrize(
     ("kind", "frames"),
-    [(KIND, 9), ("minimax-h3", 107), pytest.param("hunyuanvideo1.5-480p-t2v", 9, marks=pytest.mark.thorough)],
+    [
+        (KIND, 9),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("minimax-h3", 107), ("hunyuanvideo1.5-480p-t2v", 9))
+        ),
+    ],
 )
 def test_both_products_in_8_bits_change_the_latents(kind, frames, pipeline):
     """By more than the logits alone: the switch isn't lost on its way, and the first product stays in 8 bits."""

@@ -94,7 +94,7 @@ def check_same(pipe, results, reference):
     assert np.abs(ours[: len(frames)] - frames).max() < 2e-3
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("text", "video")), "image"])
+@pytest.mark.parametrize("name", ["text", "image", pytest.param("video", marks=pytest.mark.thorough)])
 def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests, run, checkpoint, pipeline):
     plan, _, results = run(name)
     assert plan.chunk_stops == (12, 18, 24)[: plan.request.frames // 33]
@@ -102,8 +102,8 @@ def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests,
     check_same(pipeline(KIND), results, theirs)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param("image", marks=pytest.mark.thorough), "short video"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["image", "short video"])
 def test_a_model_of_one_size_is_conditioned_as_in_diffusers(name, requests, checkpoint, pipeline):
     pipe = pipeline("helios-base")
     request = dataclasses.replace(requests[name], steps=2, guidance_scale=4.0, frames=33, preset="diffusers")

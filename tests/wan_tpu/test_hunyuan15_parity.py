@@ -69,7 +69,8 @@ def test_a_prompt_of_another_length_compiles_nothing(pipeline):
     assert before == compile_s_after("a cat in the rain, " * 9, 'a "logo"') == compile_s_after("", "blurred") > 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param(KINDS[1], marks=pytest.mark.thorough), KINDS[2]])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_run_goes_on_from_a_state_bit_for_bit(kind, pipeline):
     pipe = pipeline(kind)
     plan = pipe.plan(GenerationRequest(prompt="A cat", image=load_image(PHOTO), frames=9, steps=4))

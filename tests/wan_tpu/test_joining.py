@@ -255,7 +255,7 @@ def test_what_is_generated_is_kept_if_it_cant_be_joined(checkpoint, tmp_path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_a_clip_that_is_turned_and_has_odd_sound_is_extended(checkpoint, tmp_path):
     """Its shape is that of what is shown, and its sound, which AAC can't hold as it is, is in stereo."""
     plain, sound, source, out = (tmp_path / name for name in ("plain.mp4", "sound.mov", "a.mov", "whole.mp4"))

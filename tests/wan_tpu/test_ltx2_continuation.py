@@ -68,7 +68,7 @@ def second(pipelines, first):
     return make(pipelines(DISTILLED), "it falls, and rings", 4, first[0].tail)
 
 
-@pytest.mark.parametrize("guided", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("guided", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_clip_goes_on_as_in_diffusers(guided, folders, pipelines):
     rng, pipe = np.random.default_rng(0), pipelines(GUIDED)
     coarse = rng.integers(0, 255, (SHARED, 8, 16, 3))

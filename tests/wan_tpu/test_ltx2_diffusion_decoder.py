@@ -55,7 +55,8 @@ def draw_noise(grid):
     return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).numpy()
 
 
-@pytest.mark.parametrize("grid", [SMALLEST, pytest.param(WIDER, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("grid", [SMALLEST, WIDER])
 def test_pixels_are_those_of_diffusers(grid, folder, theirs):
     latents, noise = draw_latents(theirs.config.latent_channels, grid), draw_noise(grid)
     mean, deviation = (getattr(theirs, f"latents_{name}").view(1, -1, 1, 1, 1) for name in ("mean", "std"))

@@ -79,7 +79,7 @@ def assert_close(ours, theirs, tolerance):
         pytest.param("ltx-2.3", "long", False, marks=pytest.mark.thorough),
         pytest.param("ltx-2", "plain", True, marks=pytest.mark.thorough),
         pytest.param("ltx-2.3-distilled", "plain", False, marks=pytest.mark.thorough),
-        pytest.param("ltx-2.5-distilled", "plain", True, marks=pytest.mark.long),
+        pytest.param("ltx-2.5-distilled", "plain", True, marks=pytest.mark.thorough),
         pytest.param("ltx-2.5", "plain", False, marks=pytest.mark.thorough),
     ],
 )
@@ -207,6 +207,7 @@ def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
     assert np.array_equal(whole.latents, resumed.latents) and np.array_equal(whole.audio, resumed.audio)
 
 
+@pytest.mark.thorough
 def test_bfloat16_stays_within_its_bound(pipelines):
     """The bound of tests/wan_tpu/test_parity.py, with the sum of all scales that push in place of 2 g - 1."""
     blocks, states = 3, {}
@@ -261,6 +262,7 @@ def test_second_stage_with_adapters_reads_the_transformer_once(folders, tmp_path
     assert np.array_equal(pipe.generate(GenerationRequest(**request)).pixels, plain.pixels)
 
 
+@pytest.mark.thorough
 def test_an_error_within_a_stage_frees_its_weights(folders):
     pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1), keep_weights=False)
 

@@ -81,15 +81,10 @@ def test_both_stages_of_distilled_models_make_what_lightricks_makes(kind, has_im
     assert_close(states[-1], second)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "has_image"),
-    [
-        pytest.param("ltx-2", False, marks=pytest.mark.thorough),
-        pytest.param("ltx-2", True, marks=pytest.mark.thorough),
-        pytest.param("ltx-2.3", False, marks=pytest.mark.thorough),
-        ("ltx-2.3", True),
-        pytest.param("ltx-2.5", True, marks=pytest.mark.thorough),
-    ],
+    [("ltx-2", False), ("ltx-2", True), ("ltx-2.3", False), ("ltx-2.3", True), ("ltx-2.5", True)],
 )
 def test_second_stage_after_guidance_makes_what_lightricks_makes_with_an_adapter(kind, has_image, folders, tmp_path):
     image = load_image(PHOTO) if has_image else None
