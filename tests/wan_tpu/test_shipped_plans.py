@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,7 +120,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.loads_libtpu
 def test_failures_are_not_shipped_and_do_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -138,10 +139,10 @@ def test_failures_are_not_shipped_and_do_not_end_the_run(
     assert "SIGKILL" in printed and "a defect" in printed
 
 
-def cheapest_programs() -> list[tuple[str, ShippedPlan, str]]:
+def cheapest_programs() -> list[Any]:
     """Return the cheapest program to compile of each of three models, and one with our attention, a step if possible.
 
-    That one takes a minute of a core at most.
+    That one takes a minute of a core at most, in `make thorough`.
     """
     cheapest: dict[str, tuple[float, ShippedPlan, str]] = {}
     attention: list[tuple[bool, float, str, ShippedPlan, str]] = []
@@ -156,7 +157,8 @@ def cheapest_programs() -> list[tuple[str, ShippedPlan, str]]:
                 attention.append((name not in DENOISE_PROGRAMS, cpu_s, model, shipped, name))
     models = sorted(cheapest, key=lambda model: cheapest[model][0])[:3]
     chosen = [(model, *cheapest[model][1:]) for model in models]
-    return [*chosen, *(entry[2:] for entry in sorted(attention, key=lambda entry: entry[:2])[:1])]
+    with_attention = [entry[2:] for entry in sorted(attention, key=lambda entry: entry[:2])[:1]]
+    return [*chosen, *(pytest.param(*entry, marks=pytest.mark.thorough) for entry in with_attention)]
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def test_state_has_predicted_beside_measured_seconds(settings, engine, shipped):
         fresh = read_stages(http)
         for frames in (9, 9, 13):
             wait_for_end(http, create(http, num_frames=frames).json()["id"])
-        ended = wait_for(lambda: (rows := read_stages(http))[-1]["jobs"] and rows)
+        ended = wait_for(lambda: len(rows := [row for row in read_stages(http) if row["jobs"]]) == 2 * 4 and rows)
     assert [(row["stage"], row["predicted_seconds"], row["measured_seconds"], row["jobs"]) for row in fresh] == [
         ("encoder", 1.5, None, 0),
         ("denoise_high", 4.25, None, 0),
