@@ -57,7 +57,7 @@ def in_float64(q, k, v, first, window, width, heads):
         ((5, 6, 17), 10, 14, (5, 7, 11), jnp.bfloat16, 2e-2),
         # A box within the picture, one at its border, and a column of another beyond it.
         pytest.param((6, 9, 16), 9, 18, (3, 5, 5), jnp.float32, 1e-5, marks=pytest.mark.thorough),
-        ((6, 12, 16), 12, 13, (3, 5, 5), jnp.float32, 1e-5),
+        pytest.param((6, 12, 16), 12, 13, (3, 5, 5), jnp.float32, 1e-5, marks=pytest.mark.thorough),
         # Boxes that share a mask, and one with another: it ends beyond a strip that ends within the picture.
         ((9, 9, 34), 9, 36, (3, 5, 5), jnp.float32, 1e-5),
         pytest.param((12, 9, 33), 0, 14, (11, 11, 11), jnp.float32, 1e-5, marks=pytest.mark.thorough),
