@@ -96,13 +96,13 @@ class Scheduling(LoadFileScheduling):
 
 
 # Tests of a family besides Wan, of rarely used kernels, of options of a few models, and of what holds for each
-# operation or tensor of all families. The others still compare a whole video of every family with diffusers'.
-WHOLE_VIDEO = r"(parity|pipeline)\.py::test_(same_latents|latents_and)_"
+# operation or tensor of all families.
 IN_DEPTH = re.compile(
-    rf"tests/(wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_(?!{WHOLE_VIDEO})"
-    r"|wan_tpu/test_(every_tensor|float32_weights|flops|sparse_linear|turbo|magcache|eight_bits)"
+    r"tests/(wan_tpu/test_(cogvideox|helios|hunyuan15|ltx2|minimax_h3)_"
+    r"|wan_tpu/test_(every_tensor|float32_weights|flops|sparse_linear|video_sparse|turbo|magcache|eight_bits)"
     r"|wan_tpu/test_adapters_(of_other_models|unmet)"
-    r"|kernels/test_(low_precision|sparse_attention|folded_conv|group_norm)|cluster/test_slice_faults)"
+    r"|kernels/test_(low_precision|sparse_attention|tile_attention|windows|folded_conv|group_norm)"
+    r"|cluster/test_slice_faults)"
 )
 # Of these, `make thorough` alone runs the tests of parts of a model, since others compare its whole video, and those of
 # what another family's tests show, too.

@@ -69,6 +69,7 @@ class Terminal:
         os.close(self._mine)
 
 
+@pytest.mark.long
 def test_session_on_a_terminal(tmp_path):
     terminal = Terminal(
         ["generate", *MODEL, *SMALL, "--output", str(tmp_path / "ball.mp4")], XDG_STATE_HOME=str(tmp_path / "state")
