@@ -10,6 +10,7 @@ import sys
 import termios
 
 import psutil
+import pytest
 
 from tests.conftest import PHOTO, ROOT
 from tests.waiting import SECONDS
