@@ -61,7 +61,7 @@ def test_a_layout_is_read():
             "minimax-h3-v7x one-expert-v6e one-machine-one-expert",
         ),
         (["encoder", "denoise", "refine", "decoder"], "ltx-2.3-v6e ltx-2.3-v7x"),
-        (["encoder", "denoise", "denoise_ref", "decoder"], "minimax-h3-references-v6e"),
+        (["encoder", "denoise", "denoise_ref", "decoder"], "minimax-h3-references-v6e minimax-h3-references-v7x"),
     ],
 )
 def test_shipped_layouts_are_those_of_a_kind_of_model(stages, names):
