@@ -34,8 +34,7 @@ def build_serve_parser(description: str | None = None) -> Parser:
     add_pipeline_arguments(parser)
     parser.add_argument(
         "--slice",
-        help="without --layout: what this machine's TPU is, such as v6e-8; default: as the machine says. One pool on "
-        "it hosts the whole model",
+        help="without --layout: the slice that hosts the whole model, such as v6e-8; default: this machine's TPU",
     )
     group = parser.add_group("service")
     group.add_argument(
