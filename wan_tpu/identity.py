@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from wan_tpu.errors import CheckpointError, InvalidInput, Unavailable
 from wan_tpu.fields import list_values
-from wan_tpu.request import IMAGES, ResolvedRequest
+from wan_tpu.request import DIFFUSERS, IMAGES, ResolvedRequest
 from wan_tpu.sources.disk import explain_disk_error, is_permanent
 from wan_tpu.storage.addresses import is_bucket
 from wan_tpu.storage.folder import BucketFolder
@@ -93,6 +93,8 @@ def digest_states(request: ResolvedRequest, model: str) -> str:
     for name in ("hidden_frames", "blended_frames", "keeps_tail", "origin"):  # They change the mp4, not the states.
         fields.pop(name, None)
     digest = hashlib.sha256(json.dumps([model, fields], sort_keys=True, default=str).encode())
+    if request.preset == DIFFUSERS:
+        digest.update(b"2")  # Its steps and guidance were others once, so states from then aren't gone on from.
     for image in images:
         if image is not None:
             digest.update(f"{image.mode} {image.size}".encode() + image.tobytes())
