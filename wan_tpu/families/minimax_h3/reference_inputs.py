@@ -127,7 +127,7 @@ def to_rows(
             else:
                 moments = np.concatenate([next(rest) for _ in range(_count_clips(size))], axis=2)
                 latents = vae.draw_latents(config, moments[:, :, : size.latents[0]])
-            noised = time * latents + (np.float32(1) - time) * next(noises)
+            noised: Any = time * latents + (np.float32(1) - time) * next(noises)
             visible.append(np.asarray(patchify(noised, patch)))
         if size.voices:
             voices.append(next(rest))

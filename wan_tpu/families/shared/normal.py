@@ -59,7 +59,7 @@ def _jump(state: torch.Tensor, bits: int) -> torch.Tensor:
         mixed = ((high | low) >> 1) ^ np.where(low & 1, np.uint32(_MATRIX), np.uint32(0))
         sequence[start + _WORDS : stop + _WORDS] = sequence[start + _MIDDLE : stop + _MIDDLE] ^ mixed
     windows = np.lib.stride_tricks.sliding_window_view(sequence, _WORDS)
-    words[:] = np.bitwise_xor.reduce(windows[_find_terms(bits)], axis=0)  # type: ignore[call-overload]  # NumPy's stub.
+    words[:] = functools.reduce(np.bitwise_xor, list(windows[_find_terms(bits)]))
     return jumped
 
 
