@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -50,7 +51,8 @@ def main() -> int:
     """Print the differences; return 1 if one is larger than its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a checkout of LightX2V")
-    checkout, given = parser.parse_args().folder.resolve(), {"blocks": np.array([QUERIES, KEYS])}
+    checkout = parser.parse_args().folder.resolve()
+    given: dict[str, Any] = {"blocks": np.array([QUERIES, KEYS])}
     rng = np.random.default_rng(0)
     for dtype in GAPS:
         for rows in LENGTHS:
@@ -94,7 +96,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> tuple[np.
     rows, layer = len(q), SparseLinear(DENSITIES[PRESET])
     arrays = [x.reshape(rows, -1) for x in (q * np.float32(query_scale(WIDTH)), k, v)]
     padding = (0, -rows % QUERIES + QUERIES), (0, 0)
-    arrays = [jnp.asarray(np.pad(x, padding, constant_values=np.nan), dtype) for x in arrays]
+    padded = [jnp.asarray(np.pad(x, padding, constant_values=np.nan), dtype) for x in arrays]
 
     @jax.jit
     def compute(q: jax.Array, k: jax.Array, v: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -104,7 +106,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> tuple[np.
         local = LocalHeads(q, k, v, heads=HEADS, width=WIDTH, kv_len=count, platform="cpu")
         return lists, sparse_linear_attention(local, layer).settle()
 
-    lists, out = compute(*arrays, jnp.int32(rows))
+    lists, out = compute(*padded, jnp.int32(rows))
     blocks = np.arange(-(-rows // KEYS))
     mask = (np.asarray(lists)[:, : -(-rows // QUERIES), :, None] == blocks).any(axis=2)
     return mask, np.zeros(()) if out is None else np.asarray(out[:rows], np.float32).reshape(q.shape)

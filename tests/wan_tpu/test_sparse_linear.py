@@ -148,7 +148,7 @@ def list_ours(q, k, kv_len, rows=ROWS, *, dtype=jnp.float32, heads=3, **options)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 def test_lists_are_lightx2vs(kernels):
     """Of few keys, of whole and of partial blocks; one program for all lengths, and one for a length that is known."""
-    for tokens in (40, 64, 130, 833, 1281, 2600):
+    for tokens in (40, 64, 130, 1171, 1281, 2600):  # 1171 rows have 2.85 blocks to keep.
         q, k = draw_heads(tokens)
         expected = list_theirs(q, k)
         assert expected.shape == (3, -(-tokens // 128), max(1, int(0.15 * -(-tokens // 64))))
