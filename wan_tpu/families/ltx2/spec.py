@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.ltx2 import classes, published
+from wan_tpu.families.ltx2 import classes, in_context, published
 from wan_tpu.families.ltx2.config import DECODERS, Ltx2Config, is_25, read_config
 from wan_tpu.families.ltx2.guidance import guidance_of
 from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
@@ -33,7 +32,6 @@ AUDIO_RATE, LONGEST_S = 25, 60  # Latents of the sound a second; the longest vid
 LEAST_CHOICE_S = 1.0  # The shortest video that the duration head chooses.
 STRIDE = 32  # Pixels per pixel of the latents, which is a token.
 AUDIO_STRIDE = 4  # Mel frames, and mel bins, of a latent of the sound.
-_IN_CONTEXT = re.compile(r"(?<![a-z])ic[-_]?lora", re.IGNORECASE)  # As such adapters are named everywhere.
 _LARGEST_EXPONENT = 80  # Beyond it the shift overflows float32; all noise levels are 1 long before.
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
@@ -390,13 +388,7 @@ class Ltx2Spec(FamilySpec):
         if find_soundtrack(request.references) is not None and request.max_seconds is not None:
             raise InvalidRequest("frames is missing; a video that follows a given sound needs a length", "frames")
         for adapter in request.loras:
-            # Headers say so only if the reference had another size than the video: `wan_tpu.adapters.header`.
-            if _IN_CONTEXT.search(adapter.path):
-                raise InvalidRequest(
-                    f"{adapter} is an in-context adapter (IC-LoRA) by its name, trained with a reference video, which "
-                    "requests can't have; leave it out",
-                    "loras",
-                )
+            in_context.refuse_by_name(adapter)
         if request.frames < self._shortest:
             raise InvalidRequest(
                 f"frames is {request.frames}; the diffusion decoder makes at least {self._shortest}", "frames"
