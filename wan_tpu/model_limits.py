@@ -258,12 +258,13 @@ class ModelLimits(abc.ABC):
                 f"use {able}" if self.name not in able else "add the transformer for them to checkpoint and layout"
             )
             if self.follows_sound:
-                instead = f"give a single sound as soundtrack (audio_mode lock_source), or {instead}"
+                beside = " and a first frame as image" if self.follows_sound_from_image else ""
+                instead = f"give a single sound as soundtrack (audio_mode lock_source){beside}, or {instead}"
             raise InvalidRequest(
                 f"references were given, but {self.name} takes none here; leave them out, or {instead}", "references"
             )
-        if last or video or (image and not self.may_have_image(references)):
-            other = "image" if image else "last_image" if last else "video"
+        given = {"image": image and not self.may_have_image(references), "last_image": last, "video": video}
+        if other := next((name for name, is_refused in given.items() if is_refused), None):
             is_read = ("video" if other == "video" else "image") in self.reference_counts
             instead = f", or {other} as one of the references" if is_read else ""
             raise InvalidRequest(
