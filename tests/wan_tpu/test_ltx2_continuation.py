@@ -12,6 +12,7 @@ from diffusers.pipelines.ltx2 import LTX2ConditionPipeline
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
+from tests.conftest import PHOTO
 from tests.wan_tpu.minimax_h3_ref2va import write_sound
 from tests.wan_tpu.test_ltx2_parity import LATENT_TOLERANCE, OFF, as_tokens, assert_close, watch_steps
 from tests.wan_tpu.test_minimax_h3_continuation import check_no_drift
@@ -215,6 +216,21 @@ def test_a_soundtrack_is_kept_and_followed(folders, pipelines, song):
         num_frames=5, height=2, width=4, fps=24.0, audio_num_frames=count, use_cross_timestep=True, return_dict=False,
     )  # fmt: skip
     assert_close(as_tokens(np.asarray(states[-1].latents)), (tokens - velocity).numpy(), LATENT_TOLERANCE)
+
+
+@pytest.mark.thorough
+def test_both_stages_of_a_talking_picture_see_it_by_the_rules_of_diffusers(pipelines, song):
+    """Its first latent frame is that of a request for one stage with the image alone."""
+    pipe = pipelines(DISTILLED)
+    request = GenerationRequest(prompt="a", image=PHOTO, preset="diffusers", frames=33, **SIZE)
+    expected = pipe.encode(pipe.plan(dataclasses.replace(request, steps=8))).image_latents
+    plan, states = pipe.plan(dataclasses.replace(request, references=[f"soundtrack:{song}"])), []
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    finished = pipe.denoise(plan, conditioning, start, on_step=lambda event: states.append(event.state))
+    assert expected.shape[3:] == (2, 4) and len(states) == 11
+    assert_close(finished.latents[:, :, :1], expected, 1e-5)
+    assert_close(np.asarray(states[-1].latents)[:, :, :1], expected, 1e-5)
+    np.testing.assert_array_equal(finished.audio[0], conditioning.image_latents[0, -finished.audio.shape[1] :])
 
 
 def test_spectrograms_are_those_of_another_library(song):

@@ -176,8 +176,8 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
                 continue
             shape = 1, config.vae["latent_channels"], count, *size
             source = None if end is None else _get_source(end)
-            is_encoded = source is None or source.pixels is not None  # An image has no end of a video.
-            latents = next(rest) if is_encoded else _choose_latents(source, shape)
+            # Those of an image, or of a file.
+            latents = next(rest) if source is None or source.pixels is not None else _choose_latents(source, shape)
             parts.append(latents[0].reshape(shape[1], -1).T)
     start = 0
     for part in (*parts, *rest):
