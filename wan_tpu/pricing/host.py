@@ -8,6 +8,7 @@ all frames but the last.
 import math
 
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert
+from wan_tpu.reference import count_read
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
@@ -29,10 +30,10 @@ def host_seconds(spec: ModelSpec, request: ResolvedRequest, images: int | None =
     """Return the host's seconds for a resolved request by stage: "encoder", "denoise" for all experts, "decoder".
 
     Args:
-        images: How many images it has; the usual number if None.
+        images: How many images it has beside its references; the usual number if None.
     """
     images = spec.images_of(request)[0] if images is None else images
-    pictures = request.frames if request.video is not None else images
+    pictures = request.frames if request.video is not None else images + count_read(request.references)
     pixels = request.height * request.width
     at_once = request.frames if len(spec.decoder_chunks(spec.decoded_shape(request)[2])) == 1 else 0
     return {
