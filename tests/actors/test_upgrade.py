@@ -10,7 +10,6 @@ from datetime import datetime, timedelta
 
 import httpx
 import pytest
-
 from PIL import Image
 from sqlalchemy import update
 

@@ -1,7 +1,6 @@
 """Make the video of a claimed job. Whatever has been computed is stored before anything else can fail."""
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
