@@ -355,7 +355,7 @@ class Chains:
         if prompts[1:]:
             fields |= {"next_prompts": prompts[1:], "added_frames": 4} | ({"continue_by": "motion"} if motion else {})
         job = Job(owner=chance.choice(OWNERS), request=fields, model="m")
-        story, inputs, seen = Story(b"", [], [], []), {}, list[bytes]()
+        story, inputs, seen = Story(b"", [], [], []), dict[str, bytes](), list[bytes]()
         if chance.random() < 0.2:  # It continues a video.
             source = story.source = make_part(f"source {number}", 0)
             fields |= {"source_frames": 4, "input_size": "1x1"}
