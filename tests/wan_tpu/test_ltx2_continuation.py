@@ -102,6 +102,7 @@ def test_a_clip_goes_on_as_in_diffusers(guided, folders, pipelines):
     assert_close(as_tokens(finished.latents), seen[-1][0], LATENT_TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_known_latents_stay_as_they_are(pipelines, first, second):
     """In both stages, and to the last bit after them."""
     pipe, tail = pipelines(DISTILLED), first[0].tail
@@ -120,6 +121,7 @@ def test_known_latents_stay_as_they_are(pipelines, first, second):
     np.testing.assert_array_equal(finished.latents[:, :, LATENTS:], np.asarray(states[-1].latents)[:, :, LATENTS:])
 
 
+@pytest.mark.thorough
 def test_a_silent_video_goes_on(pipelines, first):
     pipe, tail = pipelines(DISTILLED), dataclasses.replace(first[0].tail, sound=None, rate=0)
     following, states = make(pipe, "it falls, and rings", 4, tail)
@@ -129,6 +131,7 @@ def test_a_silent_video_goes_on(pipelines, first):
     assert following.audio.shape == first[0].audio.shape and following.audio.std() > 0
 
 
+@pytest.mark.thorough
 def test_the_join_is_like_any_place_inside_a_video(pipelines, first, second):
     pipe, (video, states), (following, after) = pipelines(DISTILLED), first, second
     whole, shown = video.join(following), FRAMES - BLENDED
@@ -158,6 +161,7 @@ def test_eight_segments_keep_brightness_and_sound(pipelines, first):
     check_no_drift(videos)
 
 
+@pytest.mark.thorough
 def test_an_end_comes_back_from_its_file(first):
     tail = first[0].tail
     again = parse_tail(tail.dump(), "it")
@@ -336,6 +340,7 @@ def test_the_last_frames_of_a_file_are_kept():
     assert reference.source.pixels[0, 0, 0, 0] == reference.source.sound[0, 0] == 30 - SHARED
 
 
+@pytest.mark.thorough
 def test_programs_for_segments_are_known_before_there_is_one():
     """Those of both stages, and one that encodes the sound, whose length doesn't depend on the video's."""
     model = published_model(DISTILLED)
@@ -354,6 +359,7 @@ def test_programs_for_segments_are_known_before_there_is_one():
     assert not model.spec.typical_references(dataclasses.replace(request, frames=SHARED))
 
 
+@pytest.mark.thorough
 def test_programs_for_a_soundtrack_with_an_image_and_without_are_known_before_there_is_one():
     model = published_model(DISTILLED)
     mesh = make_mesh((1, 1, 1), heads=model.spec.heads, devices=jax.devices()[:1])
