@@ -143,6 +143,7 @@ def open_model(checkpoint, pipeline, tmp_path_factory):
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [
