@@ -93,7 +93,11 @@ def _add_limits(parser: Parser) -> None:
     group = parser.add_group("limits", f'"{NONE}" removes the key\'s own limit.')
     for name, kind, text in (
         ("per_minute", float, "requests that the key may send per minute, on average"),
-        ("waiting", int, "how many segments may wait (most videos have one); without this limit, half of the queue"),
+        (
+            "waiting",
+            int,
+            "how many segments for one model may wait (most videos have one); without this limit, half of the queue",
+        ),
         ("running", int, "how many of its jobs may run at a time"),
         ("priority", int, "the highest priority that its jobs may have; without this limit, 0"),
         ("days", float, "number of days from now after which the key expires"),

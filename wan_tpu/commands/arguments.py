@@ -182,7 +182,9 @@ def pipeline_from(
             keep_weights=keep_weights,
             executables=args.executables,
             progress=Console(),
-            preview_decoder=getattr(args, "preview_decoder", None),  # Only `generate` has it.
+            preview_decoder=getattr(
+                args, "preview_decoder", None
+            ),  # Of the commands that load a pipeline here, only `generate` has it.
         )
     pipeline.runtime.on_compile = CompileNotice()
     return pipeline
