@@ -91,7 +91,7 @@ class Intake:
         make_draft, purpose = (self._drafts.draft_extension, "extend") if extends else (self._drafts.draft, "")
         with self._note_refusals(request) as is_retry:
             self._bodies.check(request.headers, caller.owner)
-            # What an earlier try has stored counts already, and may have been accepted.
+            # What an earlier try has stored counts already, and may have been accepted: it is looked for first.
             room = dataclasses.replace(caller.room, stored=None) if is_retry else caller.room
             await asyncio.to_thread(self._refuse_early, caller.owner, idempotency_key, room)
             with self._bodies.admit(request.headers, caller.owner) as incoming:
@@ -100,7 +100,7 @@ class Intake:
                     job = await asyncio.to_thread(self._store.find_repeat, *sent, is_retry=is_retry)
                     if job is None:
                         segments = 1 + len(body.fields.next_prompts or ())
-                        room = dataclasses.replace(room, stored=None)  # Once is enough.
+                        room = dataclasses.replace(caller.room, stored=caller.room.stored if is_retry else None)  # Once.
                         await asyncio.to_thread(self._refuse_early, caller.owner, idempotency_key, room, segments)
                         draft, contents = await make_draft(body, incoming, caller)
                 # From here on, no reading process is held and none of its time limits applies.
