@@ -417,14 +417,18 @@ class WorkQueue:
         session.execute(update(File).where(is_kept).values(delete_at=None))
         stored = File.name.in_(job.needed_files) & File.delete_at.is_(None)
         names = set(session.scalars(select(File.name).where(stored)))
-        segments = list(itertools.takewhile(names.__contains__, job.segments))
-        if len(segments) < len(job.segments):
-            job.segments, job.last_segment = segments, None
-            job.segments_end = job.results.get(f"end-{len(segments)}")  # Kept only where motion is continued.
-        if job.segments_end not in names:
-            job.segments_end = None
-        if job.last_segment is not None and not names.issuperset(job.last_segment.values()):
+        segments, end = list(itertools.takewhile(names.__contains__, job.segments)), job.segments_end
+        is_shorter = len(segments) < len(job.segments)
+        if is_shorter:
+            end = job.results.get(f"end-{len(segments)}")  # Kept only where motion is continued.
+        if is_shorter or not names.issuperset((job.last_segment or {}).values()):
             job.last_segment = None
+        # A last frame can be read from its segment again, but not the end by whose motion the next one goes on.
+        needs_end = job.last_segment is None and "continue_by" in job.request and "redo" not in job.request
+        while needs_end and segments and end not in names:
+            segments.pop()
+            end = job.results.get(f"end-{len(segments)}")
+        job.segments, job.segments_end = segments, end if end in names else None
         job.results = {variant: name for variant, name in job.results.items() if name in names}
 
     def _move_behind(self, session: Session, job: Job, first: int, last: int) -> None:
