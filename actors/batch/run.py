@@ -15,6 +15,7 @@ from actors.batch.attempt import LineAttempt, Output, run_to_end
 from actors.batch.lines import RESULTS, record_name
 from actors.batch.manifest import Entry, Manifest
 from actors.batch.results import Provenance, Result, Results, settle
+from actors.batch.segments import name_segment
 from actors.engine import Engine, OnEvent
 from wan_tpu.errors import InvalidInput, InvalidRequest, WanTpuError
 from wan_tpu.progress import Bar, Progress, Silent
@@ -202,8 +203,8 @@ class Batch:
                 if attempt.result is not None:  # Also if this was cancelled while the video was being published.
                     self._note(entry, attempt.result)
             bar.step()
-            if attempt.is_over:
-                await engine.forget(entry.id)
+            for segment in range(1 + len(entry.next_prompts)) if attempt.is_over else ():
+                await engine.forget(name_segment(entry, segment))
 
     def _note(self, entry: Entry, result: Result) -> None:
         self.videos_made += result.status == "done"

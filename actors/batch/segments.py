@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from actors.batch.manifest import Entry
+from actors.batch.manifest import Entry, fix_length
 from actors.engine import Engine, GeneratedVideo, OnEvent, OnPreview
 from wan_tpu.media.joining import join_videos
 from wan_tpu.media.reading import read_frame
@@ -47,11 +47,8 @@ class LineSegments:
 
     def __init__(self, model: ModelSpec, first: RequestPlan, entry: Entry) -> None:
         """Check them, which takes a while; raises `InvalidRequest` if the model can't make one of them."""
-        if first.has_open_length:  # All segments have one length.
-            frames = min(model.defaults.frames, first.request.frames)
-            first = model.plan(dataclasses.replace(first.request, frames=frames, max_seconds=None))
-        self._model, self._first, self._entry = model, first, entry
-        self._motion = check_segments(model, first.request, entry.next_prompts, entry.continue_by)
+        self._model, self._first, self._entry = model, fix_length(model, first), entry
+        self._motion = check_segments(model, self._first.request, entry.next_prompts, entry.continue_by)
         self._shared = count_shared(model, motion=self._motion)
 
     async def make(

@@ -29,7 +29,7 @@ def run(tmp_path, engine, output, *ids, in_flight=1, previews=False):
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(json.dumps({"id": id_, "prompt": "", "seed": seed}) for seed, id_ in enumerate(ids)))
     settings = {"in_flight": in_flight, "previews": previews, "tell": lambda _: None}
-    with open_batch(read_manifest(path, SPEC.plan), output, **settings) as batch:
+    with open_batch(read_manifest(path, SPEC), output, **settings) as batch:
         return batch.run(engine)
 
 
@@ -200,7 +200,7 @@ def test_figures_that_fail_cost_no_video(tmp_path):
     def fail(span):
         raise ValueError("counters can only go up")
 
-    with open_batch(read_manifest(path, SPEC.plan), output, tell=lambda _: None) as batch:
+    with open_batch(read_manifest(path, SPEC), output, tell=lambda _: None) as batch:
         report = batch.run(TellingEngine(), on_event=fail)
     assert report.exit_code == 0
     assert report.results[0].stage_s == {"encoder": 2.0}
