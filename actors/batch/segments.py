@@ -12,6 +12,7 @@ from PIL import Image
 
 from actors.batch.manifest import Entry, fix_length
 from actors.engine import Engine, GeneratedVideo, OnEvent, OnPreview
+from actors.errors import RequestFailed
 from wan_tpu.media.joining import join_videos
 from wan_tpu.media.reading import read_frame
 from wan_tpu.media.temporary import open_folder
@@ -61,6 +62,8 @@ class LineSegments:
         for index in range(1 + len(self._entry.next_prompts)):
             plan = await asyncio.to_thread(self._plan, index, video, parts)
             video = await generate(plan, index)
+            if plan.request.keeps_tail and video.tail is None:  # A final failure, after which no snapshot stays.
+                raise RequestFailed("an earlier version's snapshot lacks the end of a segment; run the batch again", "error")
             warnings |= dict.fromkeys(video.warnings)
             parts.append(folder / f"{index}.mp4")
             await asyncio.to_thread(parts[-1].write_bytes, video.mp4)
