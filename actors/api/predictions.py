@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.api.http.objects import Object
-from actors.jobs.stored_request import JOB_FIELDS, count_made_segments
+from actors.jobs.stored_request import JOB_FIELDS, count_left
 from actors.jobs.tables import Job
 from actors.pipeline_spec import PipelineSpec
 from actors.planning.slice_description import describe_slice
@@ -147,11 +147,7 @@ def _compare(pool: PredictedPool, video: _Video) -> Iterator[AdminStage]:
     by_video = (known.seconds for known in pool.predictions if video.is_usual and known.request == video.request)
     predicted: Mapping[str, float] = next(by_video, {})
     for stage in pool.stages:
-        times = [
-            job.stage_seconds[stage] / count_made_segments(job.request)
-            for job in video.jobs
-            if stage in job.stage_seconds
-        ]
+        times = [job.stage_seconds[stage] / count_left(job.request) for job in video.jobs if stage in job.stage_seconds]
         if times or stage in predicted:
             inputs = "" if video.is_usual else " with these inputs"
             known, took = predicted.get(stage), statistics.median(times) if times else None

@@ -235,9 +235,7 @@ class _Reader:
             raise InvalidInput(picture)
         return picture
 
-    def _get_settings(
-        self, line: ParsedLine, texts: dict[str, Any], images: Mapping[str, Picture]
-    ) -> LineSettings:
+    def _get_settings(self, line: ParsedLine, texts: dict[str, Any], images: Mapping[str, Picture]) -> LineSettings:
         """Return the settings of a line, planned for the first line that has them."""
         sizes = [(name, picture.height, picture.width) for name, picture in images.items()]
         key = repr((line.fields, sizes, "next_prompts" in line.segments, line.segments.get("continue_by")))

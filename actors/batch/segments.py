@@ -63,13 +63,14 @@ class LineSegments:
             plan = await asyncio.to_thread(self._plan, index, video, parts)
             video = await generate(plan, index)
             if plan.request.keeps_tail and video.tail is None:  # A final failure, after which no snapshot stays.
-                raise RequestFailed("an earlier version's snapshot lacks the end of a segment; run the batch again", "error")
+                raise RequestFailed(
+                    "an earlier version's snapshot lacks the end of a segment; run the batch again", "error"
+                )
             warnings |= dict.fromkeys(video.warnings)
             parts.append(folder / f"{index}.mp4")
             await asyncio.to_thread(parts[-1].write_bytes, video.mp4)
-        assert video is not None
         mp4 = await asyncio.to_thread(_join, parts)
-        return dataclasses.replace(video, mp4=mp4, warnings=tuple(warnings))
+        return GeneratedVideo(mp4, tuple(warnings))
 
     def _plan(self, index: int, before: GeneratedVideo | None, parts: list[Path]) -> RequestPlan:
         """Return the plan of a segment, which begins with what the one before has left."""

@@ -23,7 +23,7 @@ _REFUSED: tuple[Network, ...] = tuple(
     )
 )
 
-# Where AWS, Google and Oracle give credentials away, in a private network. Elsewhere clouds do so at link-local addresses.
+# Where AWS, Google and Oracle give credentials away, in private networks. Others do so at link-local addresses.
 _CREDENTIALS: tuple[Network, ...] = tuple(
     ipaddress.ip_network(network) for network in ("fd00:ec2::/32", "fd20:ce::254/128", "fd00:c1::a9fe:a9fe/128")
 )
