@@ -100,9 +100,8 @@ class Intake:
                     job = await asyncio.to_thread(self._store.find_repeat, *sent, is_retry=is_retry)
                     if job is None:
                         segments = 1 + len(body.fields.next_prompts or ())
-                        room = dataclasses.replace(
-                            caller.room, stored=caller.room.stored if is_retry else None
-                        )  # Once.
+                        stored = caller.room.stored if is_retry else None  # Once is enough.
+                        room = dataclasses.replace(room, stored=stored)
                         await asyncio.to_thread(self._refuse_early, caller.owner, idempotency_key, room, segments)
                         draft, contents = await make_draft(body, incoming, caller)
                 # From here on, no reading process is held and none of its time limits applies.
