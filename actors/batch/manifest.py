@@ -125,7 +125,7 @@ class Manifest:
 
 
 def read_manifest(
-    location: str | Path, model: ModelSpec, check_adapter: Callable[[RequestedAdapter], None] = lambda adapter: None
+    location: str | Path, model: ModelSpec, check_adapter: Callable[[RequestedAdapter], object] = lambda adapter: None
 ) -> Manifest:
     """Read, check and plan every line, images included.
 
@@ -165,7 +165,7 @@ def read_manifest(
 class _Reader:
     """Turns lines into entries, and computes once what they share."""
 
-    def __init__(self, folder: str, model: ModelSpec, check_adapter: Callable[[RequestedAdapter], None]) -> None:
+    def __init__(self, folder: str, model: ModelSpec, check_adapter: Callable[[RequestedAdapter], object]) -> None:
         """Start relative paths at `folder`."""
         self._folder, self._model, self._check_adapter = folder, model, functools.cache(check_adapter)
         self._pictures: dict[str, Picture | str] = {}  # By location; a string says why an image can't be read.
