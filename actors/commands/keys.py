@@ -96,7 +96,7 @@ def _add_limits(parser: Parser) -> None:
         (
             "waiting",
             int,
-            "how many segments for one model may wait (most videos have one); without this limit, half of the queue",
+            "how many segments for a model may wait (most videos have one); without this limit, half its queue",
         ),
         ("running", int, "how many of its jobs may run at a time"),
         ("priority", int, "the highest priority that its jobs may have; without this limit, 0"),

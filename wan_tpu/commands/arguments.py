@@ -184,7 +184,7 @@ def pipeline_from(
             progress=Console(),
             preview_decoder=getattr(
                 args, "preview_decoder", None
-            ),  # Of the commands that load a pipeline here, only `generate` has it.
+            ),  # `generate` alone of these.
         )
     pipeline.runtime.on_compile = CompileNotice()
     return pipeline
