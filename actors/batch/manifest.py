@@ -17,8 +17,9 @@ import dataclasses
 import functools
 import io
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,8 +53,8 @@ from wan_tpu.segments import check_segments
 from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.addresses import absolute, is_bucket, split_location
 
-_READERS = 4  # Images read at a time: enough to hide a bucket's latency, few enough to hold in memory.
-_CHUNK = 1000  # Lines whose images are read together.
+_READERS = 4  # Files read at a time: enough to hide a bucket's latency, few enough to hold in memory.
+_CHUNK = 1000  # Lines whose files are read together.
 _TEXTS = ("prompt", "negative_prompt", "seed")  # Fields that only a plan's own texts and seed depend on.
 _IN_BUCKETS = "files_in_buckets"  # What decides a video beside its fields: digests of its video and references there.
 _NO_IMAGES: Mapping[str, Picture] = MappingProxyType({})
@@ -170,18 +171,17 @@ class _Reader:
         self._folder, self._model, self._check_adapter = folder, model, functools.cache(check_adapter)
         self._pictures: dict[str, Picture | str] = {}  # By location; a string says why an image can't be read.
         self._sources: dict[str, Source | None] = {}  # By location.
-        self._settings: dict[
-            str, LineSettings | str
-        ] = {}  # By the text of the fields; a string says why they are invalid.
+        # By the text of the fields; a string says why they are invalid.
+        self._settings: dict[str, Future[LineSettings | str]] = {}
+        self._lock = threading.Lock()
 
     def read(self, lines: Iterable[tuple[int, bytes]], threads: Executor) -> Iterator[Entry | BadLine]:
-        """Yield an entry or an error for each of some lines. Their images are read together, by `threads`."""
+        """Yield an entry or an error for each of some lines. Their files are read together, by `threads`."""
         parsed = [self._parse(number, line) for number, line in lines]
         places = (place for item in parsed if isinstance(item, tuple) for place in item[1].values())
         new_places = [place for place in dict.fromkeys(places) if place not in self._pictures]
         self._pictures.update(zip(new_places, threads.map(read_picture, new_places), strict=True))
-        for item in parsed:
-            yield item if isinstance(item, BadLine) else self._make_entry(*item)
+        yield from threads.map(lambda item: item if isinstance(item, BadLine) else self._make_entry(*item), parsed)
 
     def _parse(self, number: int, line: bytes) -> tuple[ParsedLine, dict[str, str]] | BadLine:
         """Return a line's fields and the locations of its images."""
@@ -239,11 +239,19 @@ class _Reader:
         """Return the settings of a line, planned for the first line that has them."""
         sizes = [(name, picture.height, picture.width) for name, picture in images.items()]
         key = repr((line.fields, sizes, "next_prompts" in line.segments, line.segments.get("continue_by")))
-        settings = self._settings.get(key)
-        if settings is None:
-            if len(self._settings) >= _MAX_SETTINGS:
-                self._settings.clear()
-            settings = self._settings[key] = self._plan(line, texts, images)
+        with self._lock:
+            future = self._settings.get(key)
+            if is_new := future is None:
+                if len(self._settings) >= _MAX_SETTINGS:
+                    self._settings.clear()
+                future = self._settings[key] = Future()
+        if is_new:
+            try:
+                future.set_result(self._plan(line, texts, images))
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+        settings = future.result()
         if isinstance(settings, str):
             raise InvalidInput(settings)
         return settings
