@@ -64,7 +64,8 @@ class Run:
             known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {*IMAGES, "video"}
             fields = {name: value for name, value in content["request"].items() if name in known}
             run_id, model_id, dtype = (str(content[name]) for name in ("id", "model_id", "dtype"))
-            return cls(run_id, model_id, dtype, ResolvedRequest(**restore_references(fields)), tuple(content["warnings"]))
+            request = ResolvedRequest(**restore_references(fields))
+            return cls(run_id, model_id, dtype, request, tuple(content["warnings"]))
         except (AttributeError, KeyError, TypeError) as error:
             raise InvalidInput(f"{path} is damaged ({error!r}); run the stage that writes it again") from None
 
