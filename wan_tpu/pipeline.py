@@ -184,8 +184,7 @@ class Pipeline:
             InvalidRequest: An adapter doesn't fit the model.
             Unavailable: A file can't be read now.
         """
-        stages_run = [expert.stage for expert in plan.experts]
-        adapters = self.runtime.fetch_adapters(plan.request.loras, stages_run)
+        adapters = stages.fetch_adapters(self.runtime, plan.request, [expert.stage for expert in plan.experts])
         return plan.with_request(dataclasses.replace(plan.request, loras=adapters))
 
     def initial_state(

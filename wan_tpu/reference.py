@@ -205,7 +205,9 @@ def restore_references(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     stored = fields.get("references") or ()
     if unknown := sorted({name for reference in stored for name in reference} - {*_FIELDS, *_MEASURES}):
-        raise InvalidRequest(f"a reference has the fields {', '.join(unknown)} of a later version; use that", "references")
+        raise InvalidRequest(
+            f"a reference has the fields {', '.join(unknown)} of a later version; use that", "references"
+        )
     restored = [Reference(**{**reference, "source": None}) for reference in stored]
     return {**fields, "references": restored} if restored else dict(fields)
 
