@@ -42,6 +42,7 @@ class ModelLimits(abc.ABC):
     chooses_length: bool = False  # Whether the model chooses the length of a video whose request leaves it open.
     # How a video overlaps with the one that it continues with its motion and sound; None if the model can't do that.
     overlap: Overlap | None = None
+    vae: str = ""  # Tells its VAE from others of the family whose latents have the same shape; never changed.
     follows_sound: bool = False  # Whether a sound may be given that becomes the video's.
 
     @property
@@ -304,6 +305,13 @@ class ModelLimits(abc.ABC):
             raise InvalidRequest(
                 f"the video that is continued has {tail.frames} frames; {self.name} needs at least "
                 f"{self.overlap.frames}",
+                "references",
+            )
+        made_by = tail.source.vae if isinstance(tail.source, Tail) else ""
+        if made_by and made_by != self.vae:
+            raise InvalidRequest(
+                f"references has the end of a video of another model, whose latents aren't those of {self.name}; give "
+                "one that this model has made, or its mp4 as continued",
                 "references",
             )
         if not is_last:

@@ -141,7 +141,7 @@ class Pipeline:
                 sound = result
             elif isinstance(operation, Decode):
                 pixels.append(self.runtime.model.pixels(np.asarray(result[0])))
-        tail = None if overlap is None or ending is None else cut_tail(overlap, run.plan.request, ending, *sound)
+        tail = None if ending is None else cut_tail(self.runtime.model.spec, run.plan.request, ending, *sound)
         return Video(np.concatenate(pixels), run.plan.request.fps, *sound, tail)
 
     def make_executor(

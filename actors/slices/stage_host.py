@@ -250,7 +250,7 @@ class StageHost(HostProfile):
         if work.ending is None or self._spec.overlap is None:
             return None
         samples, rate = sound or (None, None)
-        tail = cut_tail(self._spec.overlap, work.request, work.ending, samples, rate)
+        tail = cut_tail(self._spec, work.request, work.ending, samples, rate)
         return None if tail is None else tail.dump()
 
     # ---- Beside the lockstep, without collectives.
