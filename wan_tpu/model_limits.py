@@ -253,7 +253,9 @@ class ModelLimits(abc.ABC):
                 f"use {able}" if self.name not in able else "add the transformer for them to checkpoint and layout"
             )
             if self.follows_sound:
-                instead = f"give a single sound as soundtrack (audio_mode lock_source), or {instead}"
+                instead = (
+                    f"give a single sound as soundtrack:PATH (in the API: with audio_mode lock_source), or {instead}"
+                )
             raise InvalidRequest(
                 f"references were given, but {self.name} takes none here; leave them out, or {instead}", "references"
             )
@@ -336,10 +338,13 @@ class ModelLimits(abc.ABC):
     def check_reference_kinds(self, kinds: Sequence[str]) -> None:
         """Raise `InvalidRequest` if the model, which takes references, doesn't take so many of these kinds."""
         counts = collections.Counter(kinds)
-        for kind, most in self.reference_counts.items():
-            if counts[kind] > most:
+        for kind, count in counts.items():
+            most = self.reference_counts.get(kind, 0)
+            if count > most:
+                hint = did_you_mean(kind, self.reference_counts)
+                most_text = f"at most {most}" if most else f"none{hint}, only {', '.join(self.reference_counts)}"
                 raise InvalidRequest(
-                    f"references has {counts[kind]} of kind {kind}; {self.name} takes at most {most}", "references"
+                    f"references has {count} of kind {kind}; {self.name} takes {most_text}", "references"
                 )
         if len(kinds) > self.most_references:
             raise InvalidRequest(

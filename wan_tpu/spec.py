@@ -316,7 +316,8 @@ class ModelSpec(ModelLimits):
     def set_length(self, plan: RequestPlan, seconds: float) -> RequestPlan:
         """Return a plan of open length for the length that the model has chosen."""
         request = dataclasses.replace(self.shorten(plan.request, seconds), max_seconds=None)
-        return self.plan_resolved(request, image=plan.images > 0, last=plan.images > 1)
+        images = plan.images - count_read(request.references)
+        return self.plan_resolved(request, image=images > 0, last=images > 1)
 
     def plan_resolved(self, request: ResolvedRequest, *, image: bool, last: bool = False) -> RequestPlan:
         """Return the plan of a request that has every field filled in and has passed `check`.

@@ -152,7 +152,7 @@ def blend_goal(samples: np.ndarray, goal: Tail, begin: int, fps: float) -> np.nd
     """
     if goal.sound is None:
         return samples
-    count = min(goal.samples, samples.shape[1] - begin)
+    count = max(0, min(goal.samples, samples.shape[1] - begin))
     share = np.clip(np.arange(count) / max(1, find_sample(goal.blended, goal.rate, fps)), 0, 1).astype(np.float32)
     blended = samples.copy()
     end = blended[:, begin : begin + count]

@@ -32,7 +32,7 @@ from wan_tpu.reference import CONTINUED, ENDING, GOAL, SOUNDTRACK, TAIL, Referen
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.segments import FRAME, MOTION, choose_motion
 from wan_tpu.stages.written import Ending, cut_tail
-from wan_tpu.tail import Tail, parse_tail
+from wan_tpu.tail import Tail, blend_goal, parse_tail
 
 SIZE = {"height": 64, "width": 128}
 FRAMES, SHARED, BLENDED, LATENTS, SOUNDS = 49, 25, 16, 4, 24
@@ -237,6 +237,12 @@ def test_a_video_shorter_than_what_the_next_one_needs_has_no_end():
     request = published_spec(GUIDED).plan(GenerationRequest(prompt="a", frames=17)).request
     ending = Ending(np.zeros((1, 128, 3, 16, 24), np.float32), None)
     assert cut_tail(published_spec(GUIDED), request, ending, np.zeros((2, 40000), np.float32), RATE) is None
+
+
+def test_a_sound_that_ends_before_the_other_takes_own_end_stays():
+    goal = Tail(None, np.ones((2, 50), np.float32), 64, 64, SHARED, BLENDED, 100)
+    for samples, ends in ((30, 0.0), (60, 1.0)):
+        assert blend_goal(np.zeros((2, samples), np.float32), goal, 40, 240.0)[0, -1] == ends
 
 
 def test_another_rate_than_that_of_the_video_before_is_refused():

@@ -300,6 +300,17 @@ def test_a_request_comes_back_from_json_with_its_measures(files, pipe):
     assert hash(request) == hash(again)
 
 
+@pytest.mark.parametrize("name", ["video", "sound"])
+def test_a_file_whose_sound_has_changed_since_it_was_measured_is_refused(name, files, pipe):
+    request = pipe.plan(GenerationRequest(prompt="a", references=[files["picture"], files[name]], **SIZE)).request
+    picture, sound = request.references
+    shorter = dataclasses.replace(request, references=(picture, dataclasses.replace(sound, samples=sound.samples // 2)))
+    pipe.runtime.model.read_references(request)
+    with pytest.raises(InvalidRequest) as refused:
+        pipe.runtime.model.read_references(shorter)
+    assert refused.value.field == "references"
+
+
 @pytest.mark.parametrize(
     "reference",
     [

@@ -76,7 +76,7 @@ def read_files(config: MiniMaxH3Config, request: ResolvedRequest) -> Files:
             if size.voices:
                 values.append((VOICES, read_end_voices(config, tail, size)))
         elif size.voices:
-            values.append((VOICES, read_voices(config, request, reference)))
+            values.append((VOICES, read_voices(config, request, reference, size)))
     return Files(values, patches)
 
 
