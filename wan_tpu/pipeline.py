@@ -26,7 +26,6 @@ from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshLike, make_mesh
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
 from wan_tpu.stages.written import Ending, cut_tail
 
@@ -241,10 +240,6 @@ class Pipeline:
                 "without sound; decode only the video"
             )
         return stages.decode_sound(self.runtime, np.asarray(state.audio), request)
-
-    def schedule(self, request: ResolvedRequest) -> Schedule:
-        """Return the schedule of a resolved request: the numbers of every step."""
-        return self.runtime.model.spec.schedule(request)
 
 
 def open_runtime(
