@@ -44,6 +44,7 @@ class ModelLimits(abc.ABC):
     overlap: Overlap | None = None
     vae: str = ""  # Tells its VAE from others of the family whose latents have the same shape; never changed.
     follows_sound: bool = False  # Whether a sound may be given that becomes the video's.
+    follows_sound_from_image: bool = False  # Whether such a video may also begin with an image.
 
     @property
     def takes_references(self) -> bool:
@@ -140,6 +141,11 @@ class ModelLimits(abc.ABC):
     def latent_frames(self, frames: int) -> int:
         """Return how many latent frames a video of that many frames has."""
         return (frames - self.frame_offset) // self.frame_stride + 1
+
+    def may_have_image(self, references: Sequence[Reference] | None) -> bool:
+        """Return whether a request with these references may also begin with an image."""
+        is_sound_alone = all(reference.kind == SOUNDTRACK for reference in references or ())
+        return is_sound_alone and (self.follows_sound_from_image or not references)
 
     def first_step(self, request: ResolvedRequest) -> int:
         """Return the first step that is run; the strength of a request's video skips the steps before it."""
@@ -253,14 +259,14 @@ class ModelLimits(abc.ABC):
                 f"use {able}" if self.name not in able else "add the transformer for them to checkpoint and layout"
             )
             if self.follows_sound:
-                instead = (
-                    f"give a single sound as soundtrack:PATH (in the API: with audio_mode lock_source), or {instead}"
-                )
+                beside = " and a first frame as image" if self.follows_sound_from_image else ""
+                sound = "a single sound as soundtrack:PATH (in the API: with audio_mode lock_source)"
+                instead = f"give {sound}{beside}, or {instead}"
             raise InvalidRequest(
                 f"references were given, but {self.name} takes none here; leave them out, or {instead}", "references"
             )
-        if image or last or video:
-            other = "image" if image else "last_image" if last else "video"
+        given = {"image": image and not self.may_have_image(references), "last_image": last, "video": video}
+        if other := next((name for name, is_refused in given.items() if is_refused), None):
             is_read = ("video" if other == "video" else "image") in self.reference_counts
             instead = f", or {other} as one of the references" if is_read else ""
             raise InvalidRequest(

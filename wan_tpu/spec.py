@@ -392,9 +392,10 @@ class ModelSpec(ModelLimits):
                 )
 
     def images_of(self, request: ResolvedRequest) -> tuple[int, ...]:
-        """Return `image_counts`, or only 0 where the request's preset is for text only."""
+        """Return `image_counts`, or only 0 where the request's preset or its references leave no place for an image."""
         preset = self.presets.get(request.preset or "")
-        return (0,) if preset is not None and preset.text_only else self.image_counts
+        is_text_only = preset is not None and preset.text_only
+        return (0,) if is_text_only or not self.may_have_image(request.references) else self.image_counts
 
     def defaults_for(self, request: GenerationRequest, picture: tuple[int, int] | None) -> Defaults:
         """Return the settings that fill a request's open fields.

@@ -4,6 +4,7 @@ import logging
 
 from sqlalchemy import ColumnElement, delete, select, update
 
+from actors.jobs.admission import QUEUED
 from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
 from actors.jobs.sharing import expire_unshared
@@ -52,6 +53,7 @@ class Retention:
     def sweep(self) -> tuple[int, int]:
         """Remove what is due; return the numbers of jobs and of files removed."""
         count = sum(iter(self._expire, 0))
+        self._keep_needed()
         expire_unshared(self._database)
         return count, sum(self._remove(name) for batch in iter(self._list_due, []) for name in batch)
 
@@ -67,6 +69,18 @@ class Retention:
                 session.execute(delete(Delivery).where(Delivery.job_id == job.id))
                 session.delete(job)
         return len(jobs)
+
+    def _keep_needed(self) -> None:
+        """Keep files that a waiting job needs, which a worker of an earlier version that doesn't know them lets expire.
+
+        Claims keep them as well, but the job may wait for longer than they stay.
+        """
+        with self._database.write() as session:
+            is_pending = File.delete_at > self._database.now(session)
+            jobs = select(Job).where(Job.status == QUEUED, Job.id.in_(select(File.job).where(is_pending)))
+            for job in session.scalars(jobs.with_for_update(skip_locked=True)):
+                needed = (File.job == job.id) & File.name.in_(job.needed_files)
+                session.execute(update(File).where(needed, is_pending).values(delete_at=None))
 
     def _list_due(self) -> list[str]:
         with self._database.read() as session:

@@ -15,7 +15,7 @@ from actors.jobs.database import Database
 from actors.jobs.ending import STOPPED, end, expire_files
 from actors.jobs.errors import CommitUncertain, LeaseLost
 from actors.jobs.keys import PRIORITIES
-from actors.jobs.stored_request import count_left, set_frames
+from actors.jobs.stored_request import count_left, read_redo, set_frames
 from actors.jobs.tables import ApiKey, File, Job, StoredFragment
 from actors.jobs.values import DEADLINE, LOST, PREVIEW, JobSettings, make_storable
 from actors.reliability import ReliabilitySettings
@@ -418,13 +418,15 @@ class WorkQueue:
         stored = File.name.in_(job.needed_files) & File.delete_at.is_(None)
         names = set(session.scalars(select(File.name).where(stored)))
         segments = list(itertools.takewhile(names.__contains__, job.segments))
-        if len(segments) < len(job.segments):
-            job.segments, job.last_segment = segments, None
-            job.segments_end = job.results.get(f"end-{len(segments)}")  # Kept only where motion is continued.
-        if job.segments_end not in names:
-            job.segments_end = None
-        if job.last_segment is not None and not names.issuperset(job.last_segment.values()):
+        if len(segments) < len(job.segments) or not names.issuperset((job.last_segment or {}).values()):
             job.last_segment = None
+        ends = {index: job.results.get(f"end-{index}") for index in range(len(job.segments))}  # Kept only of motion.
+        ends[len(job.segments)] = job.segments_end
+        if job.last_segment is None and "continue_by" in job.request and read_redo(job.request) is None:
+            while segments and ends[len(segments)] not in names:  # The next one could not go on from it.
+                segments.pop()
+        end = ends[len(segments)]
+        job.segments, job.segments_end = segments, end if end in names else None
         job.results = {variant: name for variant, name in job.results.items() if name in names}
 
     def _move_behind(self, session: Session, job: Job, first: int, last: int) -> None:

@@ -85,9 +85,11 @@ class RequestRun:
         self._machine = StageMachine(plan)
         self._encoded: dict[Encode, RefHandle] = {}  # Payloads of the inputs that the machine counts as encoded.
         self._state: RefHandle | None = None  # Held from one pool's result until the next pool has it on its devices.
-        # Decodes chunks while later ones are denoised. If it fails, the next denoised chunk starts it again.
+        # Decodes chunks while later ones are denoised, or draws the decoder's noise meanwhile. If it fails, the next
+        # chunk or step starts it again.
         self._decoding: asyncio.Task[StageResult] | None = None
         self._decodings = 0
+        self._draws_noise = connection.model.begins_decoder_with_noise and len(plan.chunk_stops) == 1
         self._warnings = set(plan.warnings)  # Sorted at the end, because text and image are encoded at the same time.
 
     async def run(self) -> GeneratedVideo:
@@ -132,7 +134,7 @@ class RequestRun:
         if self._state is None:  # Otherwise the previous pool has handed over a state that is still waiting.
             self._machine = self._machine.at_step(await self._find_newest_snapshot())
         while not self._machine.is_finished:
-            # Decoding is left out: `_note_chunk` starts it in parallel once the first chunk is denoised.
+            # Decoding is left out: `_decode_ahead` starts it in parallel.
             match [operation for operation in self._machine.next if not isinstance(operation, Decode)]:
                 case [Step() | Finish() as operation]:
                     await self._denoise(operation.stage)
@@ -175,33 +177,44 @@ class RequestRun:
         self._state = result.handle
         self._machine = self._machine.at_step(result.step, is_finished=result.step == steps)
 
-    def _note_chunk(self) -> None:
-        """Start decoding denoised chunks unless that is under way; raise `RequestFailed` if it has failed for good."""
+    def _decode_ahead(self, denoising: Any) -> None:
+        """Start decoding unless that is under way. If it has failed for good, end denoising and raise `RequestFailed`.
+
+        The decoder takes chunks as they are denoised. Of a video without chunks, it draws its noise meanwhile.
+        """
         if (before := self._decoding) is not None:
             if not before.done() or (error := before.exception()) is None:
                 return
             if isinstance(error, RequestFailed):
+                denoising.cancel()
                 raise error
             self._decodings -= isinstance(error, StageMoved)  # A move is no failure, so it doesn't count.
             self._avoid(getattr(error, "replica", None))
-            log.warning("%s: %s; its chunks are decoded again", self._key, error)
-        if self._decodings < self._limits.stage_attempts:  # Otherwise all chunks are decoded together at the end.
+            log.warning("%s: %s; its decoder begins again", self._key, error)
+        if self._decodings < self._limits.stage_attempts:  # Otherwise everything is decoded together at the end.
             self._decodings += 1
-            self._decoding = asyncio.create_task(self._decode_chunks())
+            if self._draws_noise:
+                self._scope.expect_latents()
+            self._decoding = asyncio.create_task(self._follow_ahead())
 
-    async def _decode_chunks(self) -> StageResult:
+    async def _follow_ahead(self) -> StageResult:
         pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
         try:
             return await self._follow(DECODER, pool.decode.remote(self._sent, None), is_concurrent=True)
-        except InputLost as lost:  # Nothing is encoded again, since the final state holds all chunks as well.
+        except InputLost as lost:  # Nothing is encoded again, since `_decode` can give the final state.
             raise StageInterrupted(str(lost)) from None
 
     async def _decode(self) -> EncodedVideo:
         latents = self._state
         assert latents is not None
+        if self._draws_noise and self._decoding is not None and self._decoding.done():
+            self._decoding.exception()  # Marks it as retrieved. The noise is lost, and nothing else.
+            self._decoding = None
         if self._decoding is not None:
             self._connection.status.report_request(self._key, DECODER, steps=self._plan.steps)
-            decoding, self._decoding = self._decoding, None  # If this fails, all chunks are decoded together.
+            if self._draws_noise:
+                self._scope.offer_latents(latents)
+            decoding, self._decoding = self._decoding, None  # If this fails, everything is decoded together.
             video = await decoding
         else:
             pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
@@ -301,15 +314,13 @@ class RequestRun:
                             step_s = None if event.step is None else event.seconds
                             where = self._key, event.stage, event.step or 0, steps
                             status.report_request(*where, step_s, event.slice, event.chosen)
+                        if self._draws_noise and event.step is not None and event.step < steps:
+                            self._decode_ahead(events)
                     elif isinstance(event, InputsTaken):
                         on_inputs()
                         status.report_handoff(stage, event.seconds, event.nbytes)
                     elif isinstance(event, ChunkDenoised):
-                        try:
-                            self._note_chunk()
-                        except RequestFailed:
-                            events.cancel()  # type: ignore[attr-defined]
-                            raise
+                        self._decode_ahead(events)
                     elif isinstance(event, EncodedFragment):
                         self._run += event.index == 0  # A decoder that fails before its first fragment begins no run.
                         call_back(self._on_fragment, Fragment(self._run, event.index, event.content), self._key)

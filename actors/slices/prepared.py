@@ -23,6 +23,10 @@ from wan_tpu.runtime.runtime import Runtime
 from wan_tpu.stages.chunks import chunk_of
 from wan_tpu.stages.written import Ending, open_mp4
 
+# The most requests whose decoder's noise waits in a host's memory: 1.5 GB each for five seconds at 1080p. They are as
+# many as have a place on the devices. Others' noise is drawn once their latents are here.
+MAX_NOISES = 3
+
 
 class OutOfOrder(WanTpuError):
     """A host was called in an impossible order, which is the fault of its driver or leader, never of a request."""
@@ -159,6 +163,7 @@ class PreparedRequests:
     def __init__(self) -> None:
         self.videos = OpenVideos()
         self._work: dict[str, Encoding | Denoising | Decoding] = {}
+        self._noises: dict[str, Callable[[], stages.Noise]] = {}  # Each waits until the noise is drawn.
 
     def put(self, key: str, work: Encoding | Denoising | Decoding) -> None:
         """Hold a request's work, in place of any that has the same key."""
@@ -177,12 +182,22 @@ class PreparedRequests:
         del self._work[key]
         return work
 
+    def draw_ahead(self, key: str, runtime: Runtime[Model], request: ResolvedRequest) -> None:
+        """Begin to draw the noise of a request's decoder, unless `MAX_NOISES` others wait here."""
+        if len(self._noises) < MAX_NOISES:
+            self._noises[key] = stages.draw_ahead(runtime.model, request, DTYPES[runtime.dtype])
+
+    def take_noise(self, key: str) -> Callable[[], stages.Noise] | None:
+        """Return what waits for a request's noise, and release it; None if it isn't drawn ahead."""
+        return self._noises.pop(key, None)
+
     def drop(self, key: str) -> None:
         self._work.pop(key, None)
+        self._noises.pop(key, None)
         self.videos.drop(key)
 
     def list_keys(self) -> list[str]:
-        return sorted({*self._work, *self.videos.list_keys()})
+        return sorted({*self._work, *self._noises, *self.videos.list_keys()})
 
 
 def unpack_as(kind: type[_Value], payload: Payload | None) -> _Value | None:
@@ -196,9 +211,17 @@ def unpack_as(kind: type[_Value], payload: Payload | None) -> _Value | None:
 
 
 def place_latents(
-    runtime: Runtime[Model], request: ResolvedRequest, state: Payload, chunk: int | None = None
+    runtime: Runtime[Model],
+    request: ResolvedRequest,
+    state: Payload,
+    chunk: int | None = None,
+    noise: Callable[[], stages.Noise] | None = None,
 ) -> Decoding:
-    """Put final latents on the devices, or the latents of one chunk of the video if `chunk` is given.
+    """Put final latents on the devices, and the decoder's noise if it takes any.
+
+    Args:
+        chunk: The chunk of the video that the latents belong to; None if they are those of all.
+        noise: Waits for noise that is drawn ahead. With None, it is drawn here.
 
     Raises:
         OutOfOrder: The latents don't have the shapes that the request's decoder takes.
@@ -222,8 +245,8 @@ def place_latents(
             actual["sound"] = audio.shape
     if final is None or actual != needed:
         raise OutOfOrder(f"the decoder received {_describe(actual)}; this request needs {_describe(needed)}")
-    noise = stages.draw_noise(runtime.model, request, DTYPES[runtime.dtype])
-    frames = stages.decoder_inputs(runtime, final.latents, noise)
+    drawn = stages.draw_noise(runtime.model, request, DTYPES[runtime.dtype]) if noise is None else noise()
+    frames = stages.decoder_inputs(runtime, final.latents, drawn)
     ending = None
     # A snapshot of an earlier version lacks the latents of the first of two stages.
     lacks_latents = final.smaller is None and any(expert.enlarges for expert in experts)

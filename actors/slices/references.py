@@ -25,6 +25,7 @@ ADOPT_S = 10.0  # Time limit for copying one payload to the store's own node.
 MAX_REMEMBERED_SCOPES = (
     10_000  # The number of ended requests that are remembered, to reject payloads of a stage that was cancelled.
 )
+LATENTS_WAIT_S = 1.0  # How long one call waits for a request's final latents.
 DRIVER_CHECK_S = 5.0  # Pause between two checks whether the driver of a request is still alive.
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,25 @@ class RequestScope:
             raise InputLost(f"the latents of chunk {chunk} are no longer in the object store")
         return refs.get(handle)
 
+    def expect_latents(self) -> None:
+        """Have a decoder wait for the request's final latents in `wait_for_latents`, without waiting for the store."""
+        self._actor.expect_latents.remote(self._number)
+
+    def offer_latents(self, handle: RefHandle) -> None:
+        """Give the final latents to the decoder that expects them, without waiting for the store."""
+        self._actor.offer_latents.remote(self._number, handle)
+
+    async def wait_for_latents(self) -> RefHandle | None:
+        """Return the final latents; None if they aren't there after `LATENTS_WAIT_S`.
+
+        Raises:
+            InputLost: The store has forgotten that they are expected, so waiting is of no use.
+        """
+        expected, handle = await self._actor.wait_for_latents.remote(self._number, LATENTS_WAIT_S)
+        if not expected:
+            raise InputLost("no latents are expected; the object store was restarted, or the request has ended")
+        return None if handle is None else RefHandle(handle)
+
     async def check(self) -> None:
         """Raise `StageInterrupted` if the driver is gone, since nobody else waits for this request."""
         try:
@@ -177,6 +197,7 @@ class _RefStoreActor:
 
     def __init__(self) -> None:
         self._scopes: dict[int, dict[str, ray.ObjectRef]] = {}
+        self._latents: dict[int, asyncio.Future[str]] = {}  # The final latents' keys, where decoders wait for them.
         self._ended, self._finished = _LatestNumbers(), _LatestNumbers()
 
     def put(self, scope: int, refs: list[ray.ObjectRef], key: str | None = None) -> str:
@@ -199,12 +220,28 @@ class _RefStoreActor:
         if key in (refs := self._scopes.get(scope, {})):  # The payload may have been dropped meanwhile.
             refs[key] = ray.put(value)
 
+    def expect_latents(self, scope: int) -> None:
+        if scope not in self._ended:
+            self._latents[scope] = asyncio.get_running_loop().create_future()
+
+    def offer_latents(self, scope: int, key: str) -> None:
+        if (latents := self._latents.get(scope)) is not None and not latents.done():
+            latents.set_result(key)
+
+    async def wait_for_latents(self, scope: int, within_s: float) -> tuple[bool, str | None]:
+        """Return whether final latents are expected, and their key if they are there in time."""
+        if (latents := self._latents.get(scope)) is None:
+            return False, None
+        await asyncio.wait([latents], timeout=within_s)
+        return True, latents.result() if latents.done() else None
+
     def drop(self, scope: int, keys: list[str]) -> None:
         for key in keys:
             self._scopes.get(scope, {}).pop(key, None)
 
     def end(self, scope: int) -> None:
         self._scopes.pop(scope, None)
+        self._latents.pop(scope, None)
         self._ended.add(scope)
 
     def finish(self, scope: int) -> None:

@@ -331,6 +331,10 @@ class StageHost(HostProfile):
         self._prepared.put(key, Denoising(plan, inputs, placed_state, previews=previews))
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
+    def draw_ahead(self, key: str, request: ResolvedRequest) -> None:
+        """Begin to draw the noise that the decoder takes with a request's latents, which aren't there yet."""
+        self._prepared.draw_ahead(key, self._runtime, request)
+
     def prepare_decode(
         self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False, chunk: int | None = None
     ) -> int:
@@ -339,7 +343,8 @@ class StageHost(HostProfile):
         With `fragments`, `decode` keeps the mp4's fragments for `take_fragments`. With `chunk`, the latents are those
         of that chunk, from `copy_chunk`, and the mp4 stays open under this key until the last chunk.
         """
-        self._prepared.put(key, place_latents(self._runtime, request, state, chunk))
+        noise = self._prepared.take_noise(key)
+        self._prepared.put(key, place_latents(self._runtime, request, state, chunk, noise))
         if fragments and self._first:
             self._fragments.open(key)
         return state.nbytes

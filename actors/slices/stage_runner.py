@@ -241,17 +241,21 @@ class StageRunner:
     async def decode(self, request: SliceRequest, state: RefHandle | None) -> AsyncGenerator[Event, None]:
         """Decode final latents. The result is an `EncodedVideo`, after the fragments if the request asks for them.
 
-        Without a state, each chunk of the video is decoded as soon as it is denoised. A place is held only while
-        latents are decoded. The mp4 stays open on the hosts from the first chunk to the last.
+        Without a state, each chunk of the video is decoded as soon as it is denoised. If it has no chunks, the hosts
+        draw the decoder's noise until it is denoised. A place is held only while latents are decoded. The mp4 stays
+        open on the hosts from the first chunk to the last.
         """
         scope, plan = request.scope, request.plan
         shape, patience_s, next_fragment = plan.shapes[DECODER], self._facts.patience_s, 0
         count = len(plan.chunk_stops)
         chunks: Sequence[int | None] = [None]
-        if state is None:
+        if state is None and count > 1:
             shape, chunks = f"{shape}, one of {count} chunks", range(count)
         with self._serve(request, DECODER):
             async with self._open_visit(request) as visit:
+                if state is None and count == 1:
+                    await self._slice.side("draw_ahead", visit.host_key, plan.request)
+                    state = await self._wait_for_latents(request)
                 for chunk in chunks:
                     fetch = Start()
                     [ref] = await scope.get(state) if chunk is None else [await self._wait_for_chunk(request, chunk)]
@@ -306,6 +310,12 @@ class StageRunner:
         """Wait until work ends, and return None, or until the slice compiles for it: the span until now, then."""
         since = await self._slice.find_compiling(work)
         return None if since is None else self._make_span(key, stage, "compiling", since)
+
+    async def _wait_for_latents(self, request: SliceRequest) -> RefHandle:
+        """Return the handle of a request's final latents as soon as it is denoised."""
+        while (handle := await request.scope.wait_for_latents()) is None:
+            self._drain.check()
+        return handle
 
     async def _wait_for_chunk(self, request: SliceRequest, chunk: int) -> Any:
         """Return the reference of a chunk's latents as soon as it is denoised."""

@@ -51,24 +51,35 @@ class Lightricks:
         seed: int,
         size: tuple[int, int, int],
         image: Image.Image | None = None,
+        sound: torch.Tensor | None = None,
     ) -> list[np.ndarray]:
-        """Return the latents [1, C, T, H, W] and [1, A, C] of a guided model; the size is height, width, frames."""
+        """Return the latents [1, C, T, H, W] and [1, A, C] of a guided model.
+
+        Args:
+            size: Height, width, frames.
+            sound: Latents [1, A, C] of a given sound, which stay as they are.
+        """
         generator = torch.Generator().manual_seed(seed)
         texts = [self._read(text) for text in (prompt, negative_prompt)]
         frame = None if image is None else self._encode(image, *size[:2])
         shape = self._shape(*size)
         video, audio = self._noise(shape, generator)
-        return self._denoise(video, audio, shape, noise_levels(steps), texts, frame)
+        return self._denoise(video, audio, shape, noise_levels(steps), texts, frame, sound=sound)
 
     @torch.no_grad()
     def make_in_two_stages(
-        self, prompt: str, seed: int, size: tuple[int, int, int], image: Image.Image | None = None
+        self,
+        prompt: str,
+        seed: int,
+        size: tuple[int, int, int],
+        image: Image.Image | None = None,
+        sound: torch.Tensor | None = None,
     ) -> list[list[np.ndarray]]:
-        """Return the latents of both stages of a distilled model."""
+        """Return the latents of both stages of a distilled model; a given sound stays as it is."""
         generator, texts = torch.Generator().manual_seed(seed), [self._read(prompt)]
         fresh = torch.Generator().manual_seed(seed + 10_000) if self._is_25 else None
-        first = self._make_first(generator, torch.tensor(FIRST), size, texts, image, fresh)
-        return [first, self._refine(first, generator, size, texts, image)]
+        first = self._make_first(generator, torch.tensor(FIRST), size, texts, image, fresh, sound)
+        return [first, self._refine(first, generator, size, texts, image, sound)]
 
     @torch.no_grad()
     def make_and_refine(
@@ -80,22 +91,31 @@ class Lightricks:
         size: tuple[int, int, int],
         adapter: Path,
         image: Image.Image | None = None,
+        sound: torch.Tensor | None = None,
     ) -> list[list[np.ndarray]]:
         """Return the latents of both stages of a guided model, whose second one has an adapter and no guidance.
 
         Args:
             steps: Those of the first stage.
             adapter: A file as `make_adapter` writes it.
+            sound: As for `make_in_one_stage`.
         """
         generator = torch.Generator().manual_seed(seed)
         texts = [self._read(text) for text in (prompt, negative_prompt)]
-        first = self._make_first(generator, noise_levels(steps), size, texts, image)
+        first = self._make_first(generator, noise_levels(steps), size, texts, image, sound=sound)
         plain, self._pipe.transformer = self._pipe.transformer, merge(self._pipe.transformer, adapter)
-        second = self._refine(first, generator, size, texts[:1], image)
+        second = self._refine(first, generator, size, texts[:1], image, sound)
         self._pipe.transformer = plain
         if self._is_25:
             second[1] = first[1]  # The second stage refines the video alone.
         return [first, second]
+
+    @torch.no_grad()
+    def encode_sound(self, spectrogram: torch.Tensor) -> torch.Tensor:
+        """Return the mean latents [1, A, C] of the logarithm of a mel spectrogram [1, 2, frames, bins]."""
+        pipe = self._pipe
+        mean = pipe._pack_audio_latents(pipe.audio_vae.encode(spectrogram).latent_dist.mode())
+        return pipe._normalize_audio_latents(mean, pipe.audio_vae.latents_mean, pipe.audio_vae.latents_std)
 
     def _make_first(
         self,
@@ -105,12 +125,13 @@ class Lightricks:
         texts: Sequence[Any],
         image: Image.Image | None,
         fresh: torch.Generator | None = None,
+        sound: torch.Tensor | None = None,
     ) -> list[np.ndarray]:
         """Return the latents of the first of two stages, at half the size."""
         height, width, frames = size[0] // 2, size[1] // 2, size[2]
         shape = self._shape(height, width, frames)
         frame = None if image is None else self._encode(image, height, width)
-        return self._denoise(*self._noise(shape, generator), shape, sigmas, texts, frame, fresh)
+        return self._denoise(*self._noise(shape, generator), shape, sigmas, texts, frame, fresh, sound)
 
     def _refine(
         self,
@@ -119,17 +140,18 @@ class Lightricks:
         size: tuple[int, int, int],
         texts: Sequence[Any],
         image: Image.Image | None,
+        sound: torch.Tensor | None = None,
     ) -> list[np.ndarray]:
         """Return the latents of the second stage, from those of the first one."""
         shape = self._shape(*size)
         frame = None if image is None else self._encode(image, *size[:2])
-        before, sound = (torch.from_numpy(part) for part in first)
-        clean = to_tokens(self._enlarge(before)), sound
+        before, heard = (torch.from_numpy(part) for part in first)
+        clean = to_tokens(self._enlarge(before)), heard
         video, audio = (
             SECOND[0] * noise + (1 - SECOND[0]) * part
             for noise, part in zip(self._noise(shape, generator), clean, strict=True)
         )
-        return self._denoise(video, audio, shape, torch.tensor(SECOND), texts, frame)
+        return self._denoise(video, audio, shape, torch.tensor(SECOND), texts, frame, sound=sound)
 
     def _shape(self, height: int, width: int, frames: int) -> tuple[int, int, int, int]:
         return (frames - 1) // 8 + 1, height // 32, width // 32, round(frames / FPS * 25)
@@ -183,8 +205,12 @@ class Lightricks:
         texts: Sequence[Any],
         frame: torch.Tensor | None,
         fresh: torch.Generator | None = None,
+        sound: torch.Tensor | None = None,
     ) -> list[np.ndarray]:
-        """Take Euler steps over estimates of the clean latents, ancestral ones if there is a generator."""
+        """Take Euler steps over estimates of the clean latents, ancestral ones if there is a generator.
+
+        A given sound has no noise in any step, as in `a2vid_two_stage.py`.
+        """
         *grid, _ = shape
         mask = torch.ones(1, video.shape[1], 1)
         if frame is not None:
@@ -193,7 +219,8 @@ class Lightricks:
             clean = torch.cat([first, torch.zeros_like(video[:, first.shape[1] :])], dim=1)
             video = mask * video + (1 - mask) * clean
         for sigma, following in itertools.pairwise(sigmas):
-            estimates = self._estimate(video, audio, shape, float(sigma), mask, texts)
+            audio = audio if sound is None else sound
+            estimates = self._estimate(video, audio, shape, float(sigma), mask, texts, is_given=sound is not None)
             if frame is not None:
                 estimates[0] = mask * estimates[0] + (1 - mask) * clean
             if fresh is None:
@@ -215,7 +242,7 @@ class Lightricks:
                 if frame is not None:
                     video = mask * video + (1 - mask) * clean
         channels = video.shape[2]
-        return [video[0].T.reshape(1, channels, *grid).numpy(), audio.numpy()]
+        return [video[0].T.reshape(1, channels, *grid).numpy(), (audio if sound is None else sound).numpy()]
 
     def _estimate(
         self,
@@ -225,8 +252,11 @@ class Lightricks:
         sigma: float,
         mask: torch.Tensor,
         texts: Sequence[Any],
+        *,
+        is_given: bool,
     ) -> list[torch.Tensor]:
-        """Return the clean estimates of video and sound, guided if there is a negative prompt."""
+        """Return the clean estimates of video and sound, which may be given, guided if there is a negative prompt."""
+        audio_sigma = 0 if is_given else sigma
         marked = torch.zeros_like(mask)
         marked[:, : shape[1] * shape[2]] = 1
 
@@ -237,8 +267,9 @@ class Lightricks:
                 encoder_hidden_states=text[0],
                 audio_encoder_hidden_states=text[1],
                 timestep=1000 * sigma * mask[:, :, 0],
-                audio_timestep=torch.tensor([1000 * sigma]),
+                audio_timestep=torch.tensor([1000.0 * audio_sigma]),
                 sigma=torch.tensor([1000 * sigma]),
+                audio_sigma=torch.tensor([1000.0 * audio_sigma]),
                 num_frames=shape[0],
                 height=shape[1],
                 width=shape[2],
@@ -249,9 +280,8 @@ class Lightricks:
                 return_dict=False,
                 **options,
             )
-            return [
-                x - noise * v for x, v, noise in zip((video, audio), velocities, (sigma * mask, sigma), strict=True)
-            ]
+            noises = sigma * mask, audio_sigma
+            return [x - noise * v for x, v, noise in zip((video, audio), velocities, noises, strict=True)]
 
         plain = run(texts[0])
         if len(texts) == 1:

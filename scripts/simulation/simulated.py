@@ -218,6 +218,10 @@ class SimulatedHost:
         self._work[key] = work
         return sum(payload.nbytes for payload in (prompt, negative, image, state) if payload is not None)
 
+    def draw_ahead(self, key: str, request: ResolvedRequest) -> None:
+        """Raise `InvalidRequest`: a simulated decoder takes no noise."""
+        raise InvalidRequest("a simulated video's decoder takes no noise")
+
     def prepare_decode(
         self, key: str, request: ResolvedRequest, state: Payload, fragments: bool = False, chunk: int | None = None
     ) -> int:

@@ -3,7 +3,8 @@
 python -P one_version.py FOLDER
 
 It reads commands, and answers each with a line: `ingress` starts one, and its address is the answer; `worker` starts
-one whose jobs make no step; `go` lets them; `rest` ends the worker. It ends with its standard input.
+one whose jobs make no step; `go` lets them, and `once` until a segment is made; `rest` ends the worker. After
+`motion` the model continues motion, which not every version can. It ends with its standard input.
 """
 
 import contextlib
@@ -11,7 +12,17 @@ import sys
 from pathlib import Path
 
 from actors.api.settings import ServiceSettings
+from tests.actors import small_spec
 from tests.actors.api import serving
+
+
+class Engine(serving.DecodingEngine):
+    once = False
+
+    async def generate(self, plan, **options):
+        if self.once and self.requests:
+            self.go.clear()
+        return await super().generate(plan, **options)
 
 
 def main(folder: Path) -> None:
@@ -22,7 +33,7 @@ def main(folder: Path) -> None:
         chips={"denoise_high": 4, "denoise_low": 8},
     )
     (folder / "frames").mkdir(exist_ok=True)
-    engine = serving.DecodingEngine(folder / "frames")
+    engine = Engine(folder / "frames")
     engine.go.clear()
     engine.decoded.release(1000)
     with contextlib.ExitStack() as ingress, contextlib.ExitStack() as worker:
@@ -30,11 +41,14 @@ def main(folder: Path) -> None:
             answer = ""
             match line.strip():
                 case "ingress":
-                    answer = ingress.enter_context(serving.serve(settings))
+                    answer = ingress.enter_context(serving.serve(settings, engine.model))
                 case "worker":
                     worker.enter_context(serving.working(settings, engine))
-                case "go":
+                case "go" | "once" as word:
+                    engine.once = word == "once"
                     engine.go.set()
+                case "motion":
+                    engine.model = small_spec.MOTION_SPEC
                 case "rest":
                     worker.close()
             print(answer, flush=True)

@@ -10,9 +10,12 @@ from datetime import datetime, timedelta
 
 import httpx
 import pytest
+from PIL import Image
+from sqlalchemy import update
 
 from actors.jobs.store import JobStore, open_database
-from tests.actors.api.serving import open_client, wait_for_end
+from actors.jobs.tables import Job
+from tests.actors.api.serving import create, data_url, open_client, wait_for_end
 from tests.actors.api.test_watching import count_frames
 from tests.conftest import ROOT
 from tests.waiting import wait_for
@@ -63,6 +66,9 @@ class Version:
         answer = self._process.stdout.readline()
         assert answer, f"it ended with {self._process.wait()}"
         return answer.strip()
+
+    def kill(self):
+        self._process.kill()
 
     def __enter__(self):
         return self
@@ -122,4 +128,50 @@ def test_versions_work_beside_each_other(earlier, tmp_path):
         jobs += make_all_kinds(old_address, new)
         database = open_database(tmp_path / "jobs.sqlite")
         assert [JobStore(database).get(job).attempts for job in jobs] == [1] * 6
+        database.close()
+
+
+def wait_for_earlier_worker(http):
+    """Wait until the worker of the earlier version has made a job, so that it has seen those before it."""
+    assert wait_for_end(http, create(http, num_frames=5, generate_audio=False).json()["id"])["status"] == "completed"
+
+
+def test_earlier_version_leaves_what_it_does_not_know(earlier, tmp_path):
+    """It also takes such a job back whose worker is lost, and the next one goes on after what was made."""
+    with Version(earlier, tmp_path) as old, Version(ROOT, tmp_path) as new, Version(ROOT, tmp_path) as lost:
+        for command in ("ingress", "worker", "go"):
+            old.tell(command)
+        for version in (new, lost):
+            version.tell("motion")
+        address = new.tell("ingress")
+        database = open_database(tmp_path / "jobs.sqlite")
+        store = JobStore(database)
+        with open_client(address) as http:
+            look = {"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (96, 64), "teal"))}}
+            chain = create(http, seed=1, num_frames=39, next_prompts=["it sits", "it runs"], input_references=[look])
+            id = chain.json()["id"]
+            wait_for_earlier_worker(http)
+            assert (store.get(id).status, store.get(id).attempts) == ("queued", 0)
+            lost.tell("worker")
+            lost.tell("once")
+            wait_for(lambda: len(store.get(id).segments) == 1)
+            lost.kill()
+            with database.write() as session:
+                session.execute(update(Job).where(Job.id == id).values(lease_expires_at=0.0))
+            wait_for(lambda: store.get(id).status == "queued")
+            new.tell("worker")
+            new.tell("go")
+            assert wait_for_end(http, id)["status"] == "completed"
+            made = store.get(id)
+            assert [made.results[f"part-{number}"].split(".")[1] for number in (1, 2, 3)] == ["1", "2", "2"]
+            video = http.get(f"/v1/videos/{id}/content").raise_for_status().content
+            assert count_frames(video) == 39 + 2 * 17
+            new.tell("rest")
+            again = http.post(f"/v1/videos/{id}/segments/2/redo", json={"prompt": "it sleeps"}).json()["id"]
+            wait_for_earlier_worker(http)
+            assert (store.get(again).status, store.get(again).attempts) == ("queued", 0)
+            new.tell("worker")
+            assert wait_for_end(http, again)["status"] == "completed"
+            assert count_frames(http.get(f"/v1/videos/{again}/content").raise_for_status().content) == 39 + 2 * 17
+            assert http.get(f"/v1/videos/{id}/content").content == video
         database.close()

@@ -121,28 +121,50 @@ def pairs(ours, theirs):
     return itertools.zip_longest(ours, theirs)
 
 
-def attend_sparsely(density, least_gap=1e-5):
-    """Return attention as LightX2V's "dynamic_sparse_attn" with blocks of 128 queries and 64 keys, of [1, L, N, D].
+def choose_sparsely(query, key, density, least_gap=1e-5):
+    """Return the blocks of 64 keys that LightX2V's "dynamic_sparse_attn" keeps for each block of 128 queries.
 
-    Each block of queries attends to a share of the blocks of keys: those whose mean, less the mean of all keys, has the
-    largest product with the mean of the queries. Where two are nearly as large, rounding would decide: `least_gap` is
-    the least difference that is accepted, as a share of the largest.
+    These are a share of the blocks: those whose mean, less the mean of all keys, has the largest product with the mean
+    of the queries. All is rounded to the dtype of query and key.
+
+    Args:
+        query, key: [N, L, D]; the last blocks may be partial.
+        density: The share of the blocks.
+        least_gap: Where two blocks are nearly as large, rounding would decide: the least difference that is accepted
+            between the last one kept and the first one left out, as a share of the largest score.
+
+    Returns:
+        [N, blocks of queries, n], in rising order.
+    """
+    sizes = (query, 128), (key - key.mean(dim=1, keepdim=True), 64)
+    queries, keys = (torch.stack([block.mean(dim=1) for block in x.split(size, dim=1)], dim=1) for x, size in sizes)
+    scores = queries @ keys.mT
+    blocks = scores.shape[2]
+    count = max(1, min(blocks, int(density * blocks)))
+    best = scores.sort(dim=2, descending=True)
+    if count < blocks:
+        gaps = (best.values[..., count - 1] - best.values[..., count]) / scores.abs().amax(dim=2)
+        assert gaps.min() > least_gap, gaps.min()
+    return best.indices[..., :count].sort(dim=2).values
+
+
+def attend_sparsely(density, least_gap=1e-5, record=None):
+    """Return attention as LightX2V's "dynamic_sparse_attn", of [1, L, N, D].
+
+    Args:
+        density, least_gap: As for `choose_sparsely`.
+        record: Is called with the number of rows and the lists of each call.
     """
 
     def attend(query, key, value, **_):
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        lists = choose_sparsely(query, key, density, least_gap)
+        if record is not None:
+            record(key.shape[1], lists)
         blocks = torch.arange(key.shape[1]).split(64)
-        centred = key - key.mean(dim=1, keepdim=True)
-        means = torch.stack([centred[:, block].mean(dim=1) for block in blocks], dim=1)
-        count = max(1, min(len(blocks), int(density * len(blocks))))
         output = torch.empty_like(query)
-        for rows in torch.arange(query.shape[1]).split(128):
-            scores = torch.einsum("nd,nkd->nk", query[:, rows].mean(dim=1), means)
-            best = scores.sort(dim=1, descending=True)
-            if count < len(blocks):
-                gaps = (best.values[:, count - 1] - best.values[:, count]) / scores.abs().amax(dim=1)
-                assert gaps.min() > least_gap, gaps.min()
-            for head, kept in enumerate(best.indices[:, :count]):
+        for head, of_head in enumerate(lists):
+            for rows, kept in pairs(torch.arange(query.shape[1]).split(128), of_head):
                 keys = torch.cat([blocks[i] for i in kept])
                 logits = query[head, rows] @ key[head, keys].T * query.shape[-1] ** -0.5
                 output[head, rows] = logits.softmax(dim=-1) @ value[head, keys]

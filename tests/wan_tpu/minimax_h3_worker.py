@@ -1,9 +1,10 @@
 """Computes MiniMax-H3's predictions. test_minimax_h3_transformer.py runs it on eight devices.
 
 Arguments: the folders of a checkpoint and of one with gates, the npz of inputs, and where to write the predictions of
-one device and of all.
+one device and of all, with the lists of blocks of sparse attention.
 """
 
+import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -16,12 +17,52 @@ from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.minimax_h3 import components, context, positions, transformer
 from wan_tpu.families.minimax_h3.config import read_config
 from wan_tpu.families.shared.tokens import patchify
+from wan_tpu.ops import sparse_linear
 from wan_tpu.ops.sparse_linear import Density
 from wan_tpu.ops.video_sparse import Sparsity
 from wan_tpu.runtime.components import DTYPES, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
 KINDS = {"float32": None, "sparse": Density(0.3), "tiles": Sparsity(0.5)}
+
+
+class Lists:
+    """The lists of blocks of sparse attention, of all layers and heads, in whatever order they come."""
+
+    def __init__(self):
+        self._made = []
+
+    def add(self, rows, lists, first_query=0):
+        """Add lists [N, blocks of queries, n], given the number of real rows; those of padding are left out."""
+        for of_head in np.asarray(lists).tolist():
+            for block, entries in enumerate(of_head, start=int(first_query) // 128):
+                if block * 128 < rows:
+                    self._made.append((int(rows), block, *sorted(entry for entry in entries if entry * 64 < rows)))
+
+    @property
+    def table(self):
+        """For each list in order: rows, block of queries, entries; -1 behind them."""
+        longest = max(map(len, self._made))
+        return np.array([(*made, *[-1] * (longest - len(made))) for made in sorted(self._made)])
+
+    @contextlib.contextmanager
+    def record(self):
+        """Add what the programs traced and run meanwhile choose, in the text's layers and in the others."""
+        modules, choose = (sparse_linear, context), sparse_linear.choose_blocks
+
+        def choose_and_add(*arrays, **options):
+            lists = choose(*arrays, **options)
+            jax.debug.callback(self.add, options["kv_len"], lists[0], options.get("first_query", 0))
+            return lists
+
+        for module in modules:
+            module.choose_blocks = choose_and_add
+        try:
+            yield
+            jax.effects_barrier()
+        finally:
+            for module in modules:
+                module.choose_blocks = choose
 
 
 class Predictor:
@@ -102,7 +143,11 @@ if __name__ == "__main__":
         for precision in ("float32", "int8") if shape != (1, 1, 8) else ("float32",):
             for kind, sparse in KINDS.items() if precision == "float32" else ((precision, None),):
                 checkpoint = gated if kind == "tiles" else folder
-                parts = Predictor(checkpoint, make_mesh(shape, heads=8), precision, sparse).predict(inputs)
+                lists, mesh = Lists(), "x".join(map(str, shape))
+                with lists.record():
+                    parts = Predictor(checkpoint, make_mesh(shape, heads=8), precision, sparse).predict(inputs)
                 for name, part in zip(("video", "sound"), parts, strict=True):
-                    predictions[f"{kind} {'x'.join(map(str, shape))} {name}"] = part
+                    predictions[f"{kind} {mesh} {name}"] = part
+                if kind == "sparse":
+                    predictions[f"lists {mesh}"] = lists.table
     np.savez(out, **predictions)

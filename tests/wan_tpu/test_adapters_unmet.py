@@ -11,10 +11,13 @@ import torch
 from tests.wan_tpu import adapter_files as files
 from tests.wan_tpu.adapter_weights import KIND, merge_weights, request
 from wan_tpu import GenerationRequest
+from wan_tpu.adapters.checking import check
 from wan_tpu.adapters.files import read
 from wan_tpu.adapters.location import find
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families import published_spec
+from wan_tpu.requested_adapter import parse_adapter
+from wan_tpu.runtime.runtime import list_adapter_warnings
 
 PAIR = {"x.lora_A.weight": torch.ones(4, 8), "x.lora_B.weight": torch.ones(8, 4)}
 ALPHA = PAIR | {"x.alpha": torch.tensor(2.0)}
@@ -45,12 +48,29 @@ def test_wishes_of_a_file_that_are_not_met_are_named(tensors, metadata, about, t
         assert path in warning and text in warning
 
 
-@pytest.mark.parametrize("key", ["reference_downscale_factor", "reference_temporal_scale_factor"])
-def test_adapter_that_was_trained_with_a_reference_video_is_refused(key, tmp_path):
-    path = files.save(PAIR, tmp_path / "a.safetensors", {key: "2"})
-    with pytest.raises(InvalidRequest, match=rf"{key} 2.*reference video") as refusal:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reference_downscale_factor", "1"),
+        ("reference_temporal_scale_factor", "2"),
+        ("ss_reference_downscale_factor", "2"),
+        ("ss_ic_lora_strategy", "audio_ref_only_ic"),
+        ("ss_v2v_training", "True"),
+        ("reference_token_order", "prepend"),
+        ("reference_slot_embedding_type", "fourier_mlp"),
+    ],
+)
+def test_adapter_that_was_trained_with_a_reference_is_refused(key, value, tmp_path):
+    path = files.save(PAIR, tmp_path / "a.safetensors", {key: value})
+    with pytest.raises(InvalidRequest, match=rf"{key} {value}.*reference video") as refusal:
         read(find(path), path)
     assert refusal.value.field == "loras"
+
+
+@pytest.mark.parametrize(("key", "value"), [("ss_ic_lora_strategy", "none"), ("ss_v2v_training", "False")])
+def test_adapter_that_was_trained_without_a_reference_is_read(key, value, tmp_path):
+    path = files.save(PAIR, tmp_path / "a.safetensors", {key: value})
+    assert read(find(path), path).warnings == []
 
 
 @pytest.mark.parametrize(
@@ -62,6 +82,32 @@ def test_adapter_of_ltx_2_whose_name_says_that_it_is_in_context_is_refused(name,
     request = GenerationRequest(prompt="A cat", loras=[f"adapters/{name}"])
     with pytest.raises(InvalidRequest, match="reference video") if is_refused else contextlib.nullcontext():
         published_spec("ltx-2.5-distilled").plan(request)
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "is_in_doubt"),
+    [
+        ("magic.safetensors", None, True),
+        ("magic.safetensors", {"ss_network_dim": "4"}, True),
+        ("style-distilled-lora.safetensors", None, True),
+        ("magic.safetensors", {"ss_lora_target_preset": "t2v"}, False),
+        ("ltx-2.5-22b-distilled-lora-450-bf16.safetensors", None, False),
+        ("ltx-2-19b-lora-camera-control-dolly-in.safetensors", None, False),
+    ],
+)
+def test_adapter_of_ltx_2_that_may_be_in_context_has_a_warning(
+    name, header, is_in_doubt, checkpoint, pipeline, tmp_path
+):
+    """It is made for a run, and where a command or a service checks its files."""
+    folder = checkpoint("ltx-2.3-distilled")
+    module = diffusers.LTX2VideoTransformer3DModel.from_pretrained(folder / "transformer")
+    names = {"transformer_blocks.0.attn1.to_q": "transformer_blocks.0.attn1.to_q"}
+    tensors = files.name_tensors(files.factors(module, names), names, "diffusion_model.", "lora_A", "lora_B")
+    adapter = parse_adapter(files.save(tensors, tmp_path / name, header))
+    fetched = pipeline("ltx-2.3-distilled").runtime.fetch_adapters([adapter], ["denoise", "refine"])
+    warnings = list_adapter_warnings(fetched)
+    assert [adapter.path in text and "reference video" in text for text in warnings] == [True] * is_in_doubt
+    assert check(str(folder), [adapter])[adapter.path] == tuple(warnings)
 
 
 def test_file_for_another_component_alone_is_refused_by_its_name(tmp_path):

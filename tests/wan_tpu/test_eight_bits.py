@@ -156,6 +156,7 @@ def test_converted_once_it_is_read_as_it_is(precision, checkpoint, tmp_path, mes
         load_pipeline(written, "bfloat16", (1, 1, 1)).check_components()
 
 
+@pytest.mark.thorough
 def test_adapters_are_added_to_what_8_bits_hold(checkpoint, pipeline, tmp_path):
     transformer = diffusers.WanTransformer3DModel.from_pretrained(checkpoint(KIND), subfolder="transformer")
     names = files.blocks(transformer, files.WAN)
@@ -199,24 +200,19 @@ def wide(params, name):
     return np.asarray(params[name], np.float32) * np.asarray(params[f"{name}_scale"])[..., None]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
         ("cogvideox1.5-5b", "float8-attention"),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (
-                ("hunyuanvideo1.5-480p-t2v", "float8-attention"),
-                ("cogvideox1.5-5b", "int8-attention-both"),
-                ("wan2.2-t2v-a14b", "float8-attention-both"),
-                ("ltx-2.3-distilled", "int8"),
-                ("cogvideox1.5-5b", "int8"),
-                ("hunyuanvideo1.5-480p-t2v", "int8"),
-                ("turbowan2.2-i2v-a14b", "int8"),
-                ("wan2.1-i2v-14b-480p", "int8"),  # keys of an image, too
-            )
-        ),
+        ("hunyuanvideo1.5-480p-t2v", "float8-attention"),
+        ("cogvideox1.5-5b", "int8-attention-both"),
+        ("wan2.2-t2v-a14b", "float8-attention-both"),
+        ("ltx-2.3-distilled", "int8"),
+        ("cogvideox1.5-5b", "int8"),
+        ("hunyuanvideo1.5-480p-t2v", "int8"),
+        ("turbowan2.2-i2v-a14b", "int8"),
+        ("wan2.1-i2v-14b-480p", "int8"),  # keys of an image, too
     ],
 )
 def test_every_family_has_8_bits(kind, precision, pipeline):

@@ -101,6 +101,7 @@ def test_work_of_ltx2_s_published_model():
     assert counted == pytest.approx(2 * 2 * (text * weights + gemma + connectors), rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_work_of_ltx2_is_what_a_run_of_diffusers_counts(checkpoint):
     folder = checkpoint("ltx-2.3-distilled")
@@ -121,6 +122,7 @@ def test_work_of_ltx2_is_what_a_run_of_diffusers_counts(checkpoint):
     assert sum(parts) == counter.get_total_flops() - 2 * 1024 * words
 
 
+@pytest.mark.thorough
 def test_a_helios_step_of_any_size_has_the_history_s_tokens():
     """Of the published model by hand; the text is for the chunk's own tokens only. Embeddings add 2 % at most."""
     model = published_model("helios-distilled")
@@ -135,6 +137,7 @@ def test_a_helios_step_of_any_size_has_the_history_s_tokens():
         assert counted == pytest.approx(40 * (linear + attention), rel=0.02)
 
 
+@pytest.mark.thorough
 def test_keyframes_are_rows_of_minimax_h3_s_sequence():
     """Of the published model at its own size, by hand: linear layers and attention of 50 blocks; the rest is 2 %."""
     model = published_model("minimax-h3")
@@ -149,6 +152,7 @@ def test_keyframes_are_rows_of_minimax_h3_s_sequence():
         assert model.flops.step(shape, branches=1, images=images) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_work_of_minimax_h3_is_what_a_run_of_diffusers_counts(checkpoint):
     """With a prompt of as many tokens as there are rows for the text; in the first step both parts' times are one."""

@@ -94,7 +94,9 @@ def check_same(pipe, results, reference):
     assert np.abs(ours[: len(frames)] - frames).max() < 2e-3
 
 
-@pytest.mark.parametrize("name", ["text", "image", pytest.param("video", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", ["text", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("image", "video"))]
+)
 def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests, run, checkpoint, pipeline):
     plan, _, results = run(name)
     assert plan.chunk_stops == (12, 18, 24)[: plan.request.frames // 33]
@@ -127,8 +129,7 @@ def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, requests)
     ("name", "steps"),
     [
         ("text", (12, 14, 15)),  # At a chunk's end, at a size's end, and within a size.
-        ("image", (13,)),
-        ("video", (13,)),
+        *(pytest.param(name, (13,), marks=pytest.mark.thorough) for name in ("image", "video")),
     ],
 )
 def test_a_run_resumes_bit_for_bit_within_a_chunk_and_between_two(name, steps, pipeline, run):

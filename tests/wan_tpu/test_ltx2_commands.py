@@ -43,6 +43,7 @@ def video_file(model, tmp_path_factory):
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_generate_writes_a_video_with_sound(video_file):
     sound, description = hear(video_file)

@@ -12,11 +12,12 @@ from diffusers.pipelines.ltx2 import LTX2ConditionPipeline
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from transformers.audio_utils import mel_filter_bank, spectrogram
 
+from tests.conftest import PHOTO
 from tests.wan_tpu.minimax_h3_ref2va import write_sound
 from tests.wan_tpu.test_ltx2_parity import LATENT_TOLERANCE, OFF, as_tokens, assert_close, watch_steps
 from tests.wan_tpu.test_minimax_h3_continuation import check_no_drift
 from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
-from wan_tpu.aot.programs import AbstractRuntime, stage_programs
+from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
 from wan_tpu.commands.generate import plan_extension
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.families import list_published, published_spec
@@ -101,6 +102,7 @@ def test_a_clip_goes_on_as_in_diffusers(guided, folders, pipelines):
     assert_close(as_tokens(finished.latents), seen[-1][0], LATENT_TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_known_latents_stay_as_they_are(pipelines, first, second):
     """In both stages, and to the last bit after them."""
     pipe, tail = pipelines(DISTILLED), first[0].tail
@@ -119,6 +121,7 @@ def test_known_latents_stay_as_they_are(pipelines, first, second):
     np.testing.assert_array_equal(finished.latents[:, :, LATENTS:], np.asarray(states[-1].latents)[:, :, LATENTS:])
 
 
+@pytest.mark.thorough
 def test_a_silent_video_goes_on(pipelines, first):
     pipe, tail = pipelines(DISTILLED), dataclasses.replace(first[0].tail, sound=None, rate=0)
     following, states = make(pipe, "it falls, and rings", 4, tail)
@@ -128,6 +131,7 @@ def test_a_silent_video_goes_on(pipelines, first):
     assert following.audio.shape == first[0].audio.shape and following.audio.std() > 0
 
 
+@pytest.mark.thorough
 def test_the_join_is_like_any_place_inside_a_video(pipelines, first, second):
     pipe, (video, states), (following, after) = pipelines(DISTILLED), first, second
     whole, shown = video.join(following), FRAMES - BLENDED
@@ -157,6 +161,7 @@ def test_eight_segments_keep_brightness_and_sound(pipelines, first):
     check_no_drift(videos)
 
 
+@pytest.mark.thorough
 def test_an_end_comes_back_from_its_file(first):
     tail = first[0].tail
     again = parse_tail(tail.dump(), "it")
@@ -215,6 +220,21 @@ def test_a_soundtrack_is_kept_and_followed(folders, pipelines, song):
         num_frames=5, height=2, width=4, fps=24.0, audio_num_frames=count, use_cross_timestep=True, return_dict=False,
     )  # fmt: skip
     assert_close(as_tokens(np.asarray(states[-1].latents)), (tokens - velocity).numpy(), LATENT_TOLERANCE)
+
+
+@pytest.mark.thorough
+def test_both_stages_of_a_talking_picture_see_it_by_the_rules_of_diffusers(pipelines, song):
+    """Its first latent frame is that of a request for one stage with the image alone."""
+    pipe = pipelines(DISTILLED)
+    request = GenerationRequest(prompt="a", image=PHOTO, preset="diffusers", frames=33, **SIZE)
+    expected = pipe.encode(pipe.plan(dataclasses.replace(request, steps=8))).image_latents
+    plan, states = pipe.plan(dataclasses.replace(request, references=[f"soundtrack:{song}"])), []
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    finished = pipe.denoise(plan, conditioning, start, on_step=lambda event: states.append(event.state))
+    assert expected.shape[3:] == (2, 4) and len(states) == 11
+    assert_close(finished.latents[:, :, :1], expected, 1e-5)
+    assert_close(np.asarray(states[-1].latents)[:, :, :1], expected, 1e-5)
+    np.testing.assert_array_equal(finished.audio[0], conditioning.image_latents[0, -finished.audio.shape[1] :])
 
 
 def test_spectrograms_are_those_of_another_library(song):
@@ -332,6 +352,8 @@ END, TRACK = Reference(TAIL, None, 512, 768, SHARED, 50000, RATE), Reference(SOU
         ([TRACK], {}, "frames"),  # The model would choose the length by the prompt.
         ([Reference("image", None, 64, 64)], {"frames": 121}, "references"),
         ([Reference("image", None, 64, 64), END], {"frames": 121}, "references"),
+        ([END], {"frames": 121, "image": np.zeros((64, 64, 3), np.uint8)}, "references"),
+        ([TRACK], {"frames": 121, "last_image": np.zeros((64, 64, 3), np.uint8)}, "references"),
     ],
 )
 def test_what_the_model_can_not_take_is_refused(references, fields, field):
@@ -350,6 +372,7 @@ def test_the_last_frames_of_a_file_are_kept():
     assert reference.source.pixels[0, 0, 0, 0] == reference.source.sound[0, 0] == 30 - SHARED
 
 
+@pytest.mark.thorough
 def test_programs_for_segments_are_known_before_there_is_one():
     """Those of both stages, and one that encodes the sound, whose length doesn't depend on the video's."""
     model = published_model(DISTILLED)
@@ -366,3 +389,20 @@ def test_programs_for_segments_are_known_before_there_is_one():
         changed, *_ = jax.eval_shape(program.function, params, parts, numbers, (keys, rows))
         assert (changed["video"][0].shape, changed["audio"][0].shape) == (video.shape, audio.shape)
     assert not model.spec.typical_references(dataclasses.replace(request, frames=SHARED))
+
+
+@pytest.mark.thorough
+def test_programs_for_a_soundtrack_with_an_image_and_without_are_known_before_there_is_one():
+    model = published_model(DISTILLED)
+    mesh = make_mesh((1, 1, 1), heads=model.spec.heads, devices=jax.devices()[:1])
+    request = GenerationRequest(prompt="a", height=512, width=768, frames=121, references=[TRACK])
+    plans = [model.spec.plan(request, image=has_image) for has_image in (True, False)]
+    shapes = [plan.shapes for plan in plans]
+    assert [stage for stage, name in shapes[0].items() if shapes[1][stage] == name] == ["decoder"]
+    frames, sounds = 8 * 12 + 16 * 24, model.spec.audio_tokens(121, 24)
+    programs = programs_by_images(AbstractRuntime(model, mesh, "bfloat16"), plans[0].request)
+    for images, rows in ((1, frames + sounds), (0, sounds)):
+        steps = [arguments for name, _, arguments in programs[images] if name.startswith("denoise step")]
+        assert [keys[-1].shape for _, _, _, keys in steps] == [(1, rows, 128)] * 2
+    pictures = [name for name, *_ in programs[1] if name.startswith("vae_encoder")]
+    assert pictures == ["vae_encoder [1, 3, 1, 256, 384]", "vae_encoder [1, 3, 1, 512, 768]"]

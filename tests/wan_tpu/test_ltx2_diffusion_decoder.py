@@ -114,12 +114,10 @@ def test_whole_video_is_diffusers_with_noise_of_the_same_generator(folder, their
         next(pipe.decode(np.zeros((1, 16, 2, 3, 5), np.float32)))
 
 
-def test_noise_is_counted_where_the_decoder_takes_it():
-    """Five seconds at 1080p are 4.5 s of a core, which sixteen threads divide."""
+def test_noise_costs_a_video_no_time_because_the_steps_hide_it():
     spec = published_spec("ltx-2.5-distilled")
     request = spec.plan(GenerationRequest(height=1088, width=1920, frames=121)).request
     plain, with_noise = (host_seconds(each, request) for each in (spec, spec.with_decoder("diffusion")))
-    assert 4.5 / 16 < with_noise.pop("decoder") - plain.pop("decoder") < 4.5 / 8
     assert plain == with_noise
 
 

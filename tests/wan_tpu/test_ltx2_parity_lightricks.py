@@ -11,15 +11,19 @@ from PIL import Image
 
 from scripts.published.ltx_rules import Lightricks, make_adapter, noise_levels
 from tests.conftest import PHOTO
+from tests.wan_tpu.minimax_h3_ref2va import write_sound
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families import published_spec
+from wan_tpu.families import open_spec, published_spec
 from wan_tpu.families.ltx2.image import fit_as_lightricks
+from wan_tpu.families.ltx2.known import make_mel
 from wan_tpu.families.ltx2.published import NEGATIVE_PROMPT_25, TWO_STAGES
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.families.model import open_model
 from wan_tpu.media.image import load_image
+from wan_tpu.media.reading import read_sound
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
+from wan_tpu.tail import Tail
 
 # Lightricks' own pipelines differ from this reference by up to 2e-6, and from us by up to 6e-6: scripts/compare_ltx.py.
 TOLERANCE = 2e-5
@@ -30,6 +34,25 @@ STEPS, SEED, PROMPT = 3, 5, "A cat in the rain."
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return functools.cache(lambda kind: make_checkpoint(tmp_path_factory.mktemp("ltx2") / kind, kind))
+
+
+@pytest.fixture(scope="module")
+def song(tmp_path_factory):
+    return write_sound(tmp_path_factory.mktemp("song") / "song.wav", 0.4, rate=16000)
+
+
+def give(reference, folder, given, song):
+    """Return an image and the latents of a sound, or None for each that isn't given, and our fields for them."""
+    image, fields = None, {}
+    if "image" in given:
+        image = fields["image"] = load_image(PHOTO)
+    if "sound" not in given:
+        return (image, None), fields
+    fields["references"] = [f"soundtrack:{song}"]
+    samples, rate = read_sound(song, 1)
+    track = Tail(None, samples, 0, 0, 0, 0, rate)
+    mel = make_mel(open_spec(folder).config, track, round(SIZE[2] / 24 * 25))
+    return (image, reference.encode_sound(torch.from_numpy(mel))), fields
 
 
 def make_ours(folder, **fields):
@@ -47,53 +70,64 @@ def assert_close(state, expected):
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_image"),
+    ("kind", "given"),
     [
-        pytest.param("ltx-2", False, marks=pytest.mark.thorough),
-        pytest.param("ltx-2", True, marks=pytest.mark.thorough),
-        pytest.param("ltx-2.3", False, marks=pytest.mark.thorough),
-        pytest.param("ltx-2.3", True, marks=pytest.mark.thorough),
-        pytest.param("ltx-2.5", True, marks=pytest.mark.long),
+        pytest.param("ltx-2", "", marks=pytest.mark.thorough),
+        pytest.param("ltx-2", "image", marks=pytest.mark.thorough),
+        pytest.param("ltx-2", "image, sound", marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3", "", marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3", "image", marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3", "image, sound", marks=pytest.mark.thorough),
+        pytest.param("ltx-2.5", "image", marks=pytest.mark.long),
+        pytest.param("ltx-2.5", "image, sound", marks=pytest.mark.thorough),
     ],
 )
-def test_guided_models_make_what_lightricks_makes(kind, has_image, folders):
-    image = load_image(PHOTO) if has_image else None
+def test_guided_models_make_what_lightricks_makes(kind, given, folders, song):
+    reference = Lightricks(folders(kind))
+    (image, sound), fields = give(reference, folders(kind), given, song)
     negative = NEGATIVE_PROMPT_25 if kind == "ltx-2.5" else DEFAULT_NEGATIVE_PROMPT
-    expected = Lightricks(folders(kind)).make_in_one_stage(PROMPT, negative, STEPS, SEED, SIZE, image)
-    assert_close(make_ours(folders(kind), image=image, steps=STEPS)[-1], expected)
+    expected = reference.make_in_one_stage(PROMPT, negative, STEPS, SEED, SIZE, image, sound)
+    assert_close(make_ours(folders(kind), steps=STEPS, **fields)[-1], expected)
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_image"),
+    ("kind", "given"),
     [
-        pytest.param("ltx-2-distilled", True, marks=pytest.mark.thorough),
-        pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.thorough),
-        ("ltx-2.3-distilled", True),
-        pytest.param("ltx-2.5-distilled", False, marks=pytest.mark.thorough),
-        pytest.param("ltx-2.5-distilled", True, marks=pytest.mark.thorough),
+        pytest.param("ltx-2-distilled", "image", marks=pytest.mark.thorough),
+        pytest.param("ltx-2-distilled", "image, sound", marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3-distilled", "", marks=pytest.mark.thorough),
+        ("ltx-2.3-distilled", "image"),
+        ("ltx-2.3-distilled", "image, sound"),
+        pytest.param("ltx-2.5-distilled", "", marks=pytest.mark.thorough),
+        pytest.param("ltx-2.5-distilled", "image", marks=pytest.mark.thorough),
+        pytest.param("ltx-2.5-distilled", "image, sound", marks=pytest.mark.thorough),
     ],
 )
-def test_both_stages_of_distilled_models_make_what_lightricks_makes(kind, has_image, folders):
-    image = load_image(PHOTO) if has_image else None
-    first, second = Lightricks(folders(kind)).make_in_two_stages(PROMPT, SEED, SIZE, image)
-    states = make_ours(folders(kind), image=image)
+def test_both_stages_of_distilled_models_make_what_lightricks_makes(kind, given, folders, song):
+    reference = Lightricks(folders(kind))
+    (image, sound), fields = give(reference, folders(kind), given, song)
+    first, second = reference.make_in_two_stages(PROMPT, SEED, SIZE, image, sound)
+    states = make_ours(folders(kind), **fields)
     assert_close(states[7], first)
     assert_close(states[-1], second)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("kind", "has_image"),
-    [("ltx-2", False), ("ltx-2", True), ("ltx-2.3", False), ("ltx-2.3", True), ("ltx-2.5", True)],
+    ("kind", "given"),
+    [
+        *((kind, given) for kind in ("ltx-2", "ltx-2.3") for given in ("", "image", "image, sound")),
+        *(("ltx-2.5", given) for given in ("image", "image, sound")),
+    ],
 )
-def test_second_stage_after_guidance_makes_what_lightricks_makes_with_an_adapter(kind, has_image, folders, tmp_path):
-    image = load_image(PHOTO) if has_image else None
+def test_second_stage_after_guidance_makes_what_lightricks_makes_with_an_adapter(kind, given, folders, song, tmp_path):
+    reference = Lightricks(folders(kind))
+    (image, sound), fields = give(reference, folders(kind), given, song)
     negative = NEGATIVE_PROMPT_25 if kind == "ltx-2.5" else DEFAULT_NEGATIVE_PROMPT
     adapter = make_adapter(folders(kind), tmp_path / "distilled.safetensors")
-    reference = Lightricks(folders(kind))
-    first, second = reference.make_and_refine(PROMPT, negative, STEPS, SEED, SIZE, adapter, image)
+    first, second = reference.make_and_refine(PROMPT, negative, STEPS, SEED, SIZE, adapter, image, sound)
     loras = [f"{adapter}@refine"]
-    states = make_ours(folders(kind), image=image, preset=TWO_STAGES, steps=STEPS + 3, loras=loras)
+    states = make_ours(folders(kind), preset=TWO_STAGES, steps=STEPS + 3, loras=loras, **fields)
     assert_close(states[STEPS - 1], first)
     assert_close(states[-1], second)
 

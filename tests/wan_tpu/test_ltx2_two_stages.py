@@ -1,9 +1,13 @@
 """LTX-2 in two stages with guidance: what the preset plans, what it needs, and what it refuses."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from scripts.published.ltx_rules import make_adapter
+from tests.conftest import PHOTO
+from tests.wan_tpu.minimax_h3_ref2va import write_sound
 from wan_tpu.aot.precompile import precompile
 from wan_tpu.aot.programs import RANK
 from wan_tpu.checkpoint import Checkpoint
@@ -153,12 +157,16 @@ def test_a_kept_result_is_that_of_the_first_steps_while_all_of_them_run(make):
 
 
 @pytest.mark.thorough
-def test_all_programs_that_run_can_be_compiled_ahead(checkpoint, tmp_path):
+@pytest.mark.parametrize("talks", [False, True])
+def test_all_programs_that_run_can_be_compiled_ahead(talks, checkpoint, tmp_path):
     folder = checkpoint("ltx-2.3")
     adapter = make_adapter(folder, tmp_path / "distilled.safetensors", rank=RANK)
     request = GenerationRequest(
         prompt="a cat", preset=TWO_STAGES, loras=[f"{adapter}@refine"], steps=5, height=64, width=128, frames=9
     )
+    if talks:
+        song = write_sound(tmp_path / "song.wav", 0.4, rate=16000)
+        request = dataclasses.replace(request, image=PHOTO, references=[f"soundtrack:{song}"])
     model = open_model(Checkpoint(folder))
     mesh = make_mesh((1, 1, 1), heads=model.spec.heads)
     done = list(precompile(model, model.spec.plan(request).request, mesh, "float32", tmp_path / "programs"))

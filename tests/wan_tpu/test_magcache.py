@@ -205,6 +205,7 @@ def test_unguided_experts_skip_by_the_prompts_branch(pipe):
     assert [event.skipped for event in events] == decided[:, 0].tolist()
 
 
+@pytest.mark.thorough
 def test_calibration_measures_what_diffusers_does(checkpoint, tmp_path, capsys):
     copy = tmp_path / "model"
     shutil.copytree(checkpoint(KIND), copy)

@@ -201,6 +201,7 @@ def test_turbo_is_that_of_diffusers_with_the_same_file(preset, pipe, reference, 
         reference.set_schedules(video=(12.0, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_fasth3_is_diffusers_with_its_changes_at_its_noise_levels(pipe, reference, tmp_path):
     """FastVideo's file has pairs without alpha, and whole differences, which diffusers' loader doesn't take."""
@@ -276,6 +277,7 @@ def test_bfloat16_stays_within_its_bound(folder, pipe):
         assert 1e-4 < error < np.sqrt(3 * (3 + 2) + 6) * 2**-8
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_a_state_bit_for_bit(pipe):
     plan = pipe.plan(GenerationRequest(prompt="A cat plays the piano.", steps=STEPS, seed=SEED, **SIZE))
     conditioning, start = pipe.encode(plan), pipe.initial_state(plan)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.children import run_on_devices
 from tests.wan_tpu.minimax_h3_reference import attend_sparsely, attend_to_tiles
-from tests.wan_tpu.minimax_h3_worker import Predictor
+from tests.wan_tpu.minimax_h3_worker import Lists, Predictor
 from wan_tpu.families.minimax_h3 import components
 from wan_tpu.families.minimax_h3.fasth3 import FastH3
 from wan_tpu.families.minimax_h3.small import make_checkpoint
@@ -113,15 +113,19 @@ def predict_theirs(theirs, inputs):
 @pytest.mark.parametrize("anchors", [pytest.param((), marks=pytest.mark.thorough), ("first", "last")])
 def test_sparse_attention_is_lightx2vs(theirs, folder, anchors, monkeypatch):
     """Blocks are of the sequence in its authors' order. Texts of any length share a program, and are refined so."""
-    monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend_sparsely(DENSITY))
+    made, published = Lists(), Lists()
+    attend = attend_sparsely(DENSITY, record=published.add)
+    monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend)
     ours = Predictor(folder, make_mesh((1, 1, 1), heads=8), sparse=Density(DENSITY))
-    for words in (7, 150):
-        inputs = draw_inputs(
-            theirs.config, words=words, anchors=anchors, vision=90 if anchors else 0, grid=(12, 8, 12), padded=256
-        )
-        for actual, expected in zip(ours.predict(inputs), predict_theirs(theirs, inputs), strict=True):
-            assert relative(actual, expected) < 1e-5
+    with made.record():
+        for words in (7, 150):
+            inputs = draw_inputs(
+                theirs.config, words=words, anchors=anchors, vision=90 if anchors else 0, grid=(12, 8, 12), padded=256
+            )
+            for actual, expected in zip(ours.predict(inputs), predict_theirs(theirs, inputs), strict=True):
+                assert relative(actual, expected) < 1e-5
     assert ours.compiled == 1
+    np.testing.assert_array_equal(made.table, published.table)
 
 
 @pytest.mark.parametrize("anchors", [(), pytest.param(("first", "last"), marks=pytest.mark.thorough)])
@@ -213,8 +217,8 @@ def test_weights_are_in_float32_where_diffusers_keeps_them(folder):
 
 
 @pytest.mark.meshes
-def test_eight_devices_give_what_one_gives(theirs, folder, gated, tmp_path):
-    inputs = draw_inputs(theirs.config, words=5, anchors=("first",), vision=4)
+def test_eight_devices_give_what_one_gives(theirs, folder, gated, tmp_path, monkeypatch):
+    inputs = draw_inputs(theirs.config, words=150, anchors=("first",), vision=90, grid=(12, 8, 12), padded=256)
     np.savez(tmp_path / "inputs.npz", **inputs)
     files = tmp_path / "inputs.npz", tmp_path / "predictions.npz"
     run_on_devices("tests.wan_tpu.minimax_h3_worker", folder, gated[0], *files, count=8)
@@ -232,3 +236,10 @@ def test_eight_devices_give_what_one_gives(theirs, folder, gated, tmp_path):
         for key, actual in predictions.items():
             if key.startswith("int8") and key.endswith(name):
                 assert relative(actual, expected) < 0.15
+    published = Lists()
+    attend = attend_sparsely(DENSITY, record=published.add)
+    monkeypatch.setattr(transformer_minimax_h3, "dispatch_attention_fn", attend)
+    predict_theirs(theirs, inputs)
+    for key, table in predictions.items():
+        if key.startswith("lists"):
+            np.testing.assert_array_equal(table, published.table, err_msg=key)

@@ -97,11 +97,17 @@ def test_video_has_sound_if_the_model_makes_it_unless_a_request_says_no():
         assert resolve(SOUND_SPEC, generate_audio=choice).to_json()["generate_audio"] is choice
 
 
-@pytest.mark.parametrize("model", ["ltx-2.3", "minimax-h3"])
-def test_an_image_beside_references_is_advised_to_be_one_where_the_model_takes_one(model):
-    spec, track = published_spec(model), Reference("soundtrack", None, samples=9, sample_rate=9)
+@pytest.mark.parametrize(
+    ("model", "reference"),
+    [
+        ("ltx-2.3", Reference("tail", None, 512, 768, 25)),
+        ("minimax-h3", Reference("soundtrack", None, samples=9, sample_rate=9)),
+    ],
+)
+def test_an_image_beside_references_is_advised_to_be_one_where_the_model_takes_one(model, reference):
+    spec = published_spec(model)
     with pytest.raises(InvalidRequest) as raised:
-        spec.plan(GenerationRequest(prompt="a cat", references=[track]), image=True)
+        spec.plan(GenerationRequest(prompt="a cat", references=[reference]), image=True)
     assert ("references" in str(raised.value).partition(";")[2]) == ("image" in spec.reference_counts)
 
 

@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from tests.kernels.cases import INTERPRET, as_program
+from tests.wan_tpu.minimax_h3_reference import choose_sparsely
 from wan_tpu.ops.attention import query_scale
 from wan_tpu.ops.local_heads import LocalHeads
 from wan_tpu.ops.sparse_linear import SparseLinear, choose_blocks, sparse_linear_attention
@@ -112,6 +114,75 @@ def test_the_number_of_tokens_may_be_an_argument(interpret):
         for lanes in (slice(0, 128), slice(128, 256)):
             expected = by_formula(*(x[:tokens, lanes] for x in (q, k, v)), 1 - 0.85)
             np.testing.assert_allclose(got[:tokens, lanes], expected, rtol=0, atol=2e-5)
+
+
+ROWS = slice(0, 2688)  # Of the arrays, real ones and padding.
+TURBO = SparseLinear(1 - 0.85)  # As LightX2V's adapter for MiniMax-H3 has it.
+
+
+def draw_heads(tokens):
+    """Queries and keys of three heads, [L, N, D]; all keys of a head share a part, as in trained models."""
+    rng = np.random.default_rng(0)
+    q, k, shared = (rng.standard_normal((rows, 3, 128)).astype(np.float32) for rows in (tokens, tokens, 1))
+    return q, k + 2 * shared
+
+
+def list_theirs(q, k, dtype=torch.float32, least_gap=1e-5):
+    """LightX2V's lists [N, blocks of queries, n]; in float32, scores must be apart."""
+    query, key = (torch.from_numpy(x).transpose(0, 1).to(dtype) for x in (q, k))
+    return choose_sparsely(query, key, TURBO.density, least_gap).numpy()
+
+
+def list_ours(q, k, kv_len, rows=ROWS, *, dtype=jnp.float32, heads=3, **options):
+    """Our lists for those of some rows that are real, [N, blocks of queries, n]; padding is NaN."""
+    padding = (0, ROWS.stop - len(q)), (0, 0)
+    scaled, keys = (
+        jnp.asarray(np.pad(x.reshape(len(x), -1), padding, constant_values=np.nan), dtype)
+        for x in (q * np.float32(query_scale(128)), k)
+    )
+    more = {"first_query": jnp.int32(rows.start), "interpret": True, "heads": heads, "width": 128}
+    lists = np.asarray(as_program(choose_blocks)(scaled[rows], keys, TURBO, kv_len=kv_len, **more, **options))[0]
+    return lists[:, : -(-(len(q) - rows.start) // QUERIES), : TURBO.count(-(-len(k) // KEYS))]
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+def test_lists_are_lightx2vs(kernels):
+    """Of few keys, of whole and of partial blocks; one program for all lengths, and one for a length that is known."""
+    for tokens in (40, 64, 130, 1171, 1281, 2600):  # 1171 rows have 2.85 blocks to keep.
+        q, k = draw_heads(tokens)
+        expected = list_theirs(q, k)
+        assert expected.shape == (3, -(-tokens // 128), max(1, int(0.15 * -(-tokens // 64))))
+        for kv_len in (jnp.int32(tokens), *([tokens] if tokens == 1281 else [])):
+            np.testing.assert_array_equal(list_ours(q, k, kv_len, kernels=kernels), expected)
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["plain", "kernels"])
+def test_lists_of_some_heads_and_queries_are_lightx2vs(kernels):
+    """As on each of four devices, which have some of the queries, the last ones padding, and one head or two."""
+    q, k = draw_heads(1281)
+    expected = list_theirs(q, k)
+    for first, heads in ((0, 1), (1, 2)):
+        options = {"first_heads": (first, first), "heads": heads, "kernels": kernels}
+        parts = [list_ours(q, k, jnp.int32(1281), rows, **options) for rows in (slice(0, 640), slice(640, ROWS.stop))]
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1), expected[first : first + heads])
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+def test_lists_in_bfloat16_are_lightx2vs_except_for_near_ties(kernels):
+    """LightX2V rounds means and scores to bfloat16, too: 2^-9 each, so that scores within 2^-6 may change places."""
+    q, k = draw_heads(2600)
+    expected = list_theirs(q, k, torch.bfloat16, least_gap=-1)
+    lists = list_ours(q, k, jnp.int32(2600), dtype=jnp.bfloat16, kernels=kernels)
+    blocks = np.arange(-(-2600 // KEYS))
+    ours, theirs = ((x[..., None] == blocks).any(axis=2) for x in (lists, expected))
+    assert ours.sum() == theirs.sum()
+    assert (ours & ~theirs).sum() < 0.02 * theirs.sum()
+    wide = (q.astype(np.float64), QUERIES), ((k - k.mean(axis=0)).astype(np.float64), KEYS)
+    means = [np.stack([x[i : i + size].mean(axis=0) for i in range(0, len(x), size)]) for x, size in wide]
+    scores = np.einsum("qnd,knd->nqk", *means)
+    last = np.sort(scores, axis=2)[..., -lists.shape[2], None]
+    gaps = np.abs(scores - last) / np.abs(scores).max(axis=2, keepdims=True)
+    assert gaps[ours != theirs].max(initial=0) < 2**-6
 
 
 def test_one_block_is_kept_at_least():

@@ -172,6 +172,7 @@ class Targets:
             header_alpha=component.header_alpha,
             prefixes=component.adapted_by,
             beside=component.adapted_beside,
+            describe=component.describe_adapter,
         )
         return self.adapter(path, changes)
 

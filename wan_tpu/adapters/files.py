@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,7 @@ def read(
     header_alpha: bool = False,
     prefixes: tuple[str, ...] = (),
     beside: tuple[str, ...] = (),
+    describe: Callable[[str, Mapping[str, Any]], str | None] = lambda path, header: None,
 ) -> Changes:
     """Read the changes of an expert, or of another component, in a file.
 
@@ -114,6 +115,7 @@ def read(
         header_alpha: Whether "alpha" in the header applies to all modules without one of their own.
         prefixes: Of the tensors that change the other component. A file may have none.
         beside: Of the tensors that change other components, to which they are applied.
+        describe: The component's `describe_adapter`.
 
     Raises:
         InvalidRequest: Tensors are unknown, quantised, unpaired, of an impossible shape, or not finite; the message
@@ -191,6 +193,8 @@ def read(
     applied = {change.gain * len(change.tensors["down"]) ** root for change in pairs.values()}
     stated = metadata | ({"lora_alpha": config["lora_alpha"]} if "lora_alpha" in config else {})
     changes.warnings += [f"adapter {path} {text}" for text in list_unmet(stated, applied)]
+    if (doubt := describe(path, metadata)) is not None:
+        changes.warnings.append(f"adapter {path} {doubt}")
     return changes
 
 

@@ -7,9 +7,14 @@ from typing import Any
 
 from wan_tpu.errors import InvalidRequest
 
-# How a reference video was scaled in training, as LTX-2's trainer writes it: training_strategies/flexible.py of
-# ltx-trainer at 400fd310.
-_OF_REFERENCES = re.compile(r"reference_(downscale|spatial_scale|temporal_scale)_factor")
+# Keys of adapters that were trained with a reference: how it was scaled, by training_strategies/flexible.py of
+# ltx-trainer at 400fd310; the same with ss_, and which kind of reference it was, by musubi-tuner's fork for LTX-2
+# (get_checkpoint_metadata); how several are told apart, by adapters with a slot embedding.
+_OF_REFERENCES = re.compile(
+    r"(ss_)?reference_(downscale|spatial_scale|temporal_scale)_factor|ss_ic_lora_strategy|ss_(v2v|av_ic)_training"
+    r"|reference_(token_order|slot_\w+)"
+)
+_NO_REFERENCE = ("", "none", "false")
 # Keys of what a program does with the adapter. Trainers' own settings begin with ss_ or modelspec.
 _WISHES = re.compile(r"(?!ss_|modelspec)(.*reference.*|(.*[_.])?(scale_factor|lora_scale|scale|strength|multiplier))")
 _NOTHING = ("", "0", "1", "1.0", "none", "null", "false", "[]")
@@ -24,14 +29,14 @@ def list_unmet(metadata: Mapping[str, Any], applied: Collection[float]) -> Itera
         applied: The alphas that are applied; a pair without one has its rank.
 
     Raises:
-        InvalidRequest: The adapter was trained with a reference video, without which it is another adapter.
+        InvalidRequest: The adapter was trained with a reference, without which it is another adapter.
     """
     for key, value in metadata.items():
         text = str(value).strip()
-        if _OF_REFERENCES.fullmatch(key.lower()):
+        if _OF_REFERENCES.fullmatch(key.lower()) and text.lower() not in _NO_REFERENCE:
             raise InvalidRequest(
                 f"an adapter's header has {key} {text[:40]}: it is an in-context adapter (IC-LoRA), trained with a "
-                "reference video, which requests can't have; leave it out",
+                "reference video or sound, which requests can't have; leave it out",
                 "loras",
             )
         if _WISHES.fullmatch(key.lower()) and text.lower() not in _NOTHING:

@@ -78,11 +78,12 @@ def stage_programs(
     Args:
         runtime: A runtime for the mesh; it may hold shapes instead of weights.
         stages: The stages whose programs are returned; all of the model's if None.
-        images: How many images the request has, one of `ModelSpec.images_of`; the usual number if None.
+        images: How many images the request has beside its references, one of `ModelSpec.images_of`; the usual number
+            if None.
     """
     stages = tuple(runtime.model.spec.components) if stages is None else stages
     images = runtime.model.spec.images_of(request)[0] if images is None else images
-    images = images if request.references is None else count_read(request.references)
+    images += count_read(request.references)
     programs: StagePrograms = {}
     if "encoder" in stages:
         for name in runtime.model.token_shapes:
@@ -91,7 +92,7 @@ def stage_programs(
         if "image_encoder" in components:
             programs["image_encoder"] = _image_encoder(runtime)
         if request.references is not None:
-            programs |= _references(runtime, request)
+            programs |= _references(runtime, request, images)
         elif "vae_encoder" in components and (images or request.video is not None):
             programs |= _vae(runtime, "vae_encoder", runtime.model.image_chunks(request, images))
     all_experts = runtime.model.spec.experts(request)
@@ -176,9 +177,9 @@ def _image_encoder(runtime: Runtime) -> tuple[Program, tuple[Any, ...], int]:
     return image_program(runtime, loaded.module), (loaded.params, pixels), 1
 
 
-def _references(runtime: Runtime, request: ResolvedRequest) -> StagePrograms:
+def _references(runtime: Runtime, request: ResolvedRequest, images: int) -> StagePrograms:
     """Return the programs that encode a request's references, one for each shape."""
-    counts = collections.Counter(runtime.model.reference_shapes(request))
+    counts = collections.Counter(runtime.model.reference_shapes(request, images))
     programs: StagePrograms = {}
     for (name, shape, dtype), calls in counts.items():
         loaded = runtime.component(name)

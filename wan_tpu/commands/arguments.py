@@ -53,7 +53,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "help": "an image, a video or a sound (image, video or audio for KIND) that the prompt is about, for "
             "models that take references; may be repeated, and the order counts: Picture 1, Picture 2, Video 1; "
             "continued, the last one: a video of the same size that the new one goes on from, with motion and sound; "
-            "soundtrack: a sound that becomes the video's, which follows it",
+            "soundtrack: a sound that becomes the video's, which follows it; some models take --image beside it",
         },
     ),
     "loras": (

@@ -154,8 +154,8 @@ class Model(SeededNoise, abc.ABC):
         """Return the same for one of a request's experts, whose references may decide it."""
         return self.image_latents_shapes(self.spec.conditioned_shape(request, expert))
 
-    def reference_shapes(self, request: ResolvedRequest) -> list[tuple[str, tuple[int, ...], str]]:
-        """Return the component, the shape and the dtype of each of `read_references`."""
+    def reference_shapes(self, request: ResolvedRequest, images: int) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return the component, the shape and the dtype of each of `read_references`, for one of `images_of`."""
         return []
 
     def image_chunks(self, request: ResolvedRequest, images: int) -> list[tuple[int, int, int, int, int]]:
@@ -252,7 +252,7 @@ class Model(SeededNoise, abc.ABC):
     def read_references(
         self, request: ResolvedRequest
     ) -> tuple[list[tuple[str, np.ndarray]], dict[str, tuple[Any, ...]], list[Cut]]:
-        """Read a request's references; called only if it has any.
+        """Read a request's references, and the image beside them; called only if it has references.
 
         Returns:
             What is encoded, each with the component that encodes it: pixels or samples; and what `tokenize` returns,

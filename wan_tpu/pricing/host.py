@@ -1,13 +1,14 @@
 """Predict, from a request's size, the seconds during which the host works and the devices wait.
 
 They are seconds of one core, as measured by `python scripts/bench_host.py` (docs/benchmarks.md). Work that the host
-does while the devices compute costs a video no time: drawing a later step's noise, and encoding all frames but the
-last. A decoder's noise is counted: pools draw it when they have the latents. One process draws it during the steps.
+does while the devices compute costs a video no time: drawing the noise of later steps and of the decoder, and encoding
+all frames but the last.
 """
 
 import math
 
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert
+from wan_tpu.reference import count_read
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.spec import ModelSpec
 
@@ -16,7 +17,6 @@ _PROMPT_S = 0.0005  # Per prompt.
 _PIXEL_S = 7e-8  # Per pixel of an image, or of a frame of a video, that the request begins with.
 _NOISE_S = 4e-9  # Per random number.
 _CORRELATED_NOISE_S = 5.5e-9  # Per random number of the correlated noise that enlarged latents get.
-_DECODER_NOISE_S = 6e-10  # Per number of a decoder's noise: 6 ns of a core, in up to 16 threads, not all of them busy.
 _COPY_S = 1e-9  # Per number that one stage hands to the next.
 _HISTORY = 2  # Frames of a chunk's history, as a multiple of the chunk's own.
 _CALL_S = 0.0028  # Between two steps: a slice's leader calls for each.
@@ -30,17 +30,16 @@ def host_seconds(spec: ModelSpec, request: ResolvedRequest, images: int | None =
     """Return the host's seconds for a resolved request by stage: "encoder", "denoise" for all experts, "decoder".
 
     Args:
-        images: How many images it has; the usual number if None.
+        images: How many images it has beside its references; the usual number if None.
     """
     images = spec.images_of(request)[0] if images is None else images
-    pictures = request.frames if request.video is not None else images
+    pictures = request.frames if request.video is not None else images + count_read(request.references)
     pixels = request.height * request.width
-    noise = math.prod(spec.decoder_noise_shape(request) or (0,))
     at_once = request.frames if len(spec.decoder_chunks(spec.decoded_shape(request)[2])) == 1 else 0
     return {
         ENCODER: _PROMPT_S * len(spec.prompts(request)) + _PIXEL_S * pictures * pixels,
         DENOISE: _denoise_seconds(spec, request),
-        DECODER: (_ENCODE_S * at_once or _MP4_S) * pixels + _DECODER_NOISE_S * noise,
+        DECODER: (_ENCODE_S * at_once or _MP4_S) * pixels,
     }
 
 

@@ -69,6 +69,8 @@ class Component:
             for each the weight whose shape, dtype and sharding it has.
         header_alpha: Whether "alpha" in an adapter's header applies to all its modules; diffusers reads it for some
             models only.
+        describe_adapter: Returns what is to be known of an adapter by its path and header, as the rest of a sentence
+            that begins with it, or None.
         matrices: Pattern of the weights [O, I] that may be in 8 bits, with one scale per output; "" for none.
         converted: What its weights' names begin with in a converted file, where another component of the folder has the
             same weights in another order.
@@ -93,6 +95,7 @@ class Component:
     changed_inputs: tuple[str, ...] = ()
     added: Mapping[str, str] = field(default_factory=dict)
     header_alpha: bool = False
+    describe_adapter: Callable[[str, Mapping[str, Any]], str | None] = lambda path, header: None
     matrices: str = ""
     converted: str = ""
     logits: bool = False

@@ -13,7 +13,7 @@ callback may stop the run by raising.
 
 from wan_tpu.stages.chunks import growing_program
 from wan_tpu.stages.decode import decode, decode_chunks, decoder_inputs
-from wan_tpu.stages.decoder_noise import draw_noise
+from wan_tpu.stages.decoder_noise import Noise, draw_ahead, draw_noise
 from wan_tpu.stages.denoise import (
     ExpertRun,
     StepEvent,

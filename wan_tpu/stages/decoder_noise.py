@@ -1,4 +1,4 @@
-"""The noise that a decoder takes with the latents: drawn on the host, while steps still run if they do so here."""
+"""The noise that a decoder takes with the latents: drawn on the host, while steps still run here or on other slices."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -272,7 +272,8 @@ class CreateVideo(_WithSettings):
         default=None,
         description="What the sound among the `input_references` is: one of the things that the prompt is about, or, "
         "with `lock_source`, the video's own sound, which the video follows. There must be just one then. It is cut "
-        "to the video's length, or ends in silence, with a warning.",
+        "to the video's length, or ends in silence, with a warning. Where `follows_sound_from_image` is true, the "
+        "`input_reference` may be the first frame of a video that follows a sound.",
         examples=["lock_source"],
     )
     loras: list[Adapter] | None = Field(

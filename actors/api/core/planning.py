@@ -103,6 +103,10 @@ class RequestPlanner:
                 raise InvalidRequest(f"audio_mode is lock_source, but {why}; leave it out", "audio_mode")
             check_soundtrack(bool(body.fields.next_prompts))
             kinds.remove("audio")
+            if kinds == ["image"] and self._spec.follows_sound_from_image and not self._spec.takes_references:
+                raise InvalidRequest(
+                    "there is an image beside the sound; send it as input_reference, the first frame", REFERENCES
+                )
         self._spec.check_reference_kinds(kinds)
 
     def follows_input(self, body: ParsedBody) -> bool:

@@ -67,6 +67,8 @@ class Model(Object):
     """How many it may have in all."""
     follows_sound: bool
     """Whether one sound among the `input_references` may become the video's, with `audio_mode` `lock_source`."""
+    follows_sound_from_image: bool
+    """Whether such a video may also begin with an image, the `input_reference`."""
     stages: list[str]
     """The stages that a video passes, in order."""
     defaults: dict[str, bool | float | str]
@@ -132,6 +134,7 @@ def describe_model(settings: ServiceSettings, spec: ModelSpec, created: int, nam
         references=dict(spec.reference_counts),
         most_references=spec.most_references,
         follows_sound=spec.follows_sound,
+        follows_sound_from_image=spec.follows_sound_from_image,
         stages=list(spec.stages),
         defaults={"size": f"{width}x{height}"} | {NAMES.get(field, field): value for field, value in defaults.items()},
         sizes=[f"{w}x{h}" for h, w in spec.usual_sizes],

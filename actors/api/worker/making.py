@@ -1,7 +1,6 @@
 """Make the video of a claimed job. Whatever has been computed is stored before anything else can fail."""
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -15,7 +14,7 @@ from actors.api.worker.context import WorkerContext
 from actors.api.worker.fragments import Fragments
 from actors.api.worker.job_files import JobFiles
 from actors.api.worker.progress import Tracker
-from actors.api.worker.segments import is_last, join_parts, list_parts, rebuild_request, shows_end
+from actors.api.worker.segments import is_last, join_parts, list_parts, measure_inputs, rebuild_request, shows_end
 from actors.api.worker.thumbnails import encode_last_frame, make_thumbnails, read_last_frame
 from actors.api.worker.unfinished import UnfinishedPictures
 from actors.engine import GeneratedVideo, OnEvent
@@ -26,7 +25,6 @@ from actors.observe.logs import log_event
 from actors.retrying import retry
 from wan_tpu.errors import OutputError, Unavailable
 from wan_tpu.media.video_content import VideoContent
-from wan_tpu.reference import parse_references
 
 log = logging.getLogger(__name__)
 
@@ -95,24 +93,21 @@ class VideoMaker:
     async def _make_segment(self) -> None:
         """Make and store the job's next segment; most jobs have one."""
         job, engine = self._job, self._context.engine
-        seen = b""
+        seen: Path | None = None
         if job.segments and engine.model.continues_video:  # It sees all that came before.
-            seen = (await self._join()).read_bytes()
+            seen = await self._join()
         elif job.segments and job.segments_end is None and not continues_motion(job):
             await self._store_end()
-        with contextlib.ExitStack() as holds:
-            holds.enter_context(self._context.held.hold(len(seen)))
+        size = await self._files.read(measure_inputs, job, self._context.storage, engine.model)
+        async with self._context.held.reserve(size + (seen.stat().st_size if seen else 0)):
             # A video of any length, of which the end is read.
             source = await self._files.fetch(job.input_video) if job.input_video and shows_end(job) else None
             request = await self._files.read(
                 rebuild_request, job, self._context.storage, self._context.settings.catalogue, engine.model, source
             )
             if seen:
-                request = dataclasses.replace(request, video=VideoContent(seen))
-            elif isinstance(request.video, VideoContent):  # The video that it continues, or restyles.
-                holds.enter_context(self._context.held.hold(len(request.video.content)))
-            references = parse_references(request.references or ()) or ()
-            holds.enter_context(self._context.held.hold(sum(reference.nbytes for reference in references)))
+                content = await asyncio.to_thread(seen.read_bytes)
+                request = dataclasses.replace(request, video=VideoContent(content))
             plan = engine.model.plan(request)  # Jobs outlive upgrades, and adapters may have moved, so none is stored.
             check_motion(job, engine.model, plan.request)
             self._tracker.begin_segment(engine.model, plan)

@@ -22,6 +22,7 @@ from wan_tpu.media.joining import join_videos
 from wan_tpu.media.video_content import VideoContent
 from wan_tpu.reference import (
     CONTINUED,
+    ENDING,
     GOAL,
     SOUNDTRACK,
     Reference,
@@ -34,6 +35,8 @@ from wan_tpu.segments import continue_request
 from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.base import Storage
 from wan_tpu.tail import Tail, parse_tail
+
+_SAMPLE_BYTES = 8  # Of a sound in memory: float32, two channels.
 
 
 def is_last(job: Job) -> bool:
@@ -50,6 +53,32 @@ def shows_end(job: Job) -> bool:
         and job.input_image is None
         and "end_file" not in job.request
     )
+
+
+def measure_inputs(job: Job, storage: Storage, spec: ModelSpec) -> int:
+    """Return how many bytes of files, or a few more, the request of a job's next segment holds.
+
+    Not counted are single pictures that it begins or ends with, and what a model sees of the segments before.
+
+    Raises:
+        Missing: A file of the job isn't in storage any more.
+        StorageError: Storage is unavailable.
+    """
+    request, redo, size = job.request, read_redo(job.request), 0
+    ends = [job.segments_end] if redo is None else [redo.begins_with, redo.ends_with]
+    names = [*ends] if continues_motion(job) else []
+    if not job.segments:
+        names.append(request.get("end_file"))
+        if shows_end(job):
+            size += 3 * ENDING * request["height"] * request["width"]
+        elif "end_file" not in request and not hides_first_frame(job, spec):
+            names.append(job.input_video)
+    if not job.segments or continues_motion(job):
+        names += request.get("reference_files", ())
+        for reference in parse_references(request.get("references") or ()) or ():
+            size += 3 * reference.height * reference.width * (reference.kind == "image")
+            size += _SAMPLE_BYTES * reference.samples * (reference.kind == SOUNDTRACK)
+    return size + sum(storage.size(name) for name in names if name is not None)
 
 
 def rebuild_request(

@@ -2,11 +2,15 @@
 
 import time
 
+from PIL import Image
+
+from actors.api.worker import held_bytes
 from actors.api.worker.held_bytes import LIMIT_BYTES
 from tests.actors.api import serving
 from tests.actors.api.serving import create, data_url, make_tail, open_client, serve, wait_for_end, working
 from tests.actors.api.test_video_input import film
 from tests.actors.small_spec import MOTION_SPEC, SmallSpec
+from tests.waiting import wait_for
 
 
 class CountingEngine(serving.Engine):
@@ -26,8 +30,29 @@ def test_the_end_that_a_segment_continues_counts(settings, tmp_path):
         with open_client(address) as http:
             video = create(http, next_prompts=["on"], num_inference_steps=1, num_frames=39)
             assert wait_for_end(http, video.json()["id"])["status"] == "completed"
-    assert engine.seen == [0, make_tail(engine.requests[0]).nbytes]
+    assert engine.seen == [0, len(make_tail(engine.requests[0]).dump())]
     assert engine.tools.held.total == 0
+
+
+def test_jobs_that_were_claimed_together_hold_no_more_than_the_limit(settings, tmp_path, monkeypatch):
+    """The pictures of three jobs exceed it, those of two don't; a job that exceeds it by itself is alone."""
+    engine = CountingEngine(tmp_path)
+    engine.seen = []
+    engine.go.clear()
+    picture = 3 * 64 * 96
+    looks = [{"type": "image_url", "image_url": {"url": data_url(Image.new("RGB", (96, 64), "teal"))}}]
+    with serve(settings, engine.model) as address, open_client(address) as http:
+        jobs = [create(http, input_references=looks * count).json()["id"] for count in (1, 1, 1, 2)]
+        monkeypatch.setattr(held_bytes, "LIMIT_BYTES", 3 * picture)
+        with working(settings, engine) as engine.tools:
+            wait_for(lambda: engine.under_way == 2)
+            time.sleep(1)
+            assert engine.under_way == 2 and engine.tools.held.is_full
+            engine.go.set()
+            assert all(wait_for_end(http, job)["status"] == "completed" for job in jobs)
+            assert 2 * picture < max(engine.seen) <= 3 * picture and engine.tools.held.total == 0
+            monkeypatch.setattr(held_bytes, "LIMIT_BYTES", picture)
+            assert wait_for_end(http, create(http, input_references=looks).json()["id"])["status"] == "completed"
 
 
 def test_worker_that_holds_too_much_claims_nothing(settings, tmp_path):

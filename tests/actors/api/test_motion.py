@@ -298,6 +298,7 @@ class SoundtrackSpec(MotionSpec):
 
     reference_counts: ClassVar = {}
     most_references = 0
+    follows_sound_from_image = True
 
 
 def test_a_given_sound_becomes_the_video_s(http, engine, tmp_path):
@@ -337,6 +338,13 @@ def test_a_model_without_references_follows_a_sound(settings, engine, tmp_path):
     with working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
         wait_for_video(http, create(http, input_references=[sound], audio_mode="lock_source"))
         assert [reference.kind for reference in engine.requests[0].references] == ["soundtrack"]
+        first = {"input_reference": {"image_url": picture()}, "input_references": [sound], "audio_mode": "lock_source"}
+        talking = wait_for_video(http, create(http, **first))
+        again = http.post(f"/v1/videos/{talking['id']}/remix", json={"prompt": "otherwise"})
+        wait_for_video(http, again)
+        for request in engine.requests[1:]:
+            [track] = request.references
+            assert (request.image.size, track.kind, track.source.samples) == ((96, 64), "soundtrack", 16000)
         for references, fields in (([sound], {}), ([sound, look], {"audio_mode": "lock_source"})):
             answer = create(http, input_references=references, **fields)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_references"), answer.text

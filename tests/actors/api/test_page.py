@@ -374,7 +374,7 @@ def test_references_come_back_with_their_video_and_go_with_another(browser, sett
 
 @pytest.mark.parametrize("spec", [MOTION_SPEC, SoundtrackSpec(MOTION_SPEC.config)], ids=["among references", "alone"])
 def test_a_sound_is_the_video_s_own(spec, browser, settings, engine):
-    """A model that takes nothing beside it isn't asked what the sound is."""
+    """A model that takes no references beside it isn't asked what the sound is, and may begin with an image."""
     engine.model, is_alone = spec, not spec.most_references
     picture = {"name": "cat.png", "mimeType": "image/png", "buffer": PHOTO.read_bytes()}
     sound = {"name": "purr.wav", "mimeType": "audio/wav", "buffer": film(source=TONE, kind="wav")}
@@ -392,6 +392,21 @@ def test_a_sound_is_the_video_s_own(spec, browser, settings, engine):
         wait_for(lambda: engine.requests)
         kinds = [reference.kind for reference in engine.requests[0].references]
         assert kinds == ["soundtrack", "image"][: 1 if is_alone else 2]
+        if is_alone:
+            items = page.locator("#references").get_by_role("listitem")
+            page.locator("[name=input_reference]").set_input_files(picture)
+            sync_api.expect(items).to_have_count(1)
+            talking = ask(page, "It says hello")
+            wait_for(lambda: len(engine.requests) == 2)
+            page.get_by_role("button", name="Remove the image").click()
+            sync_api.expect(items).to_have_count(1)
+            talking.get_by_role("button", name="Reuse").click()
+            page.get_by_alt_text("first frame").wait_for()
+            sync_api.expect(items).to_have_count(1)
+            page.get_by_role("button", name="Make video").click()
+            wait_for(lambda: len(engine.requests) == 3)
+            for request in engine.requests[1:]:
+                assert request.image is not None and [one.kind for one in request.references] == ["soundtrack"]
         page.close()
 
 

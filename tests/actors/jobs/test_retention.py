@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import select, update
 
 from actors.jobs import retention
+from actors.jobs.ending import expire_files
 from actors.jobs.errors import JobError, JobNotFound
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
@@ -49,6 +50,31 @@ def test_files_that_are_no_results_are_removed_and_the_rest_stays(database, stor
     assert Retention(database, storage).sweep() == (0, 1)
     assert set(storage.list()) == list_recorded_files(database) == {"inputs/a.png", "a/1/video.mp4"}
     assert JobStore(database).get(job.id).status == "completed"
+
+
+def test_files_that_a_waiting_job_needs_stay_though_an_earlier_version_lets_them_expire(database, storage):
+    """It takes the job of a lost worker back, and doesn't know all of the files."""
+    retention, store, work = Retention(database, storage), JobStore(database), WorkQueue(database)
+    retention.reserve("look", "", 1)
+    request = {"next_prompts": ["on"], "continue_by": "motion", "reference_files": ["look"]}
+    job, _ = store.submit(Job(owner="ann", request=request))
+    leased = work.claim("w")
+    work.announce(leased, dict.fromkeys(["first", "end", "fragment"], 1))
+    work.keep_segment(leased, 0, "first", "end", results={"end-1": "end"})
+    work.release(leased)
+
+    def list_pending():
+        with database.read() as session:
+            return set(session.scalars(select(File.name).where(File.delete_at.is_not(None))))
+
+    with database.write() as session:
+        expire_files(session, job.id, time.time() + HOUR)
+    assert list_pending() == {"look", "first", "end", "fragment"}
+    retention.sweep()
+    assert list_pending() == {"fragment"}
+    store.cancel(job.id)
+    retention.sweep()
+    assert list_pending() == {"first", "end", "fragment"}
 
 
 @pytest.mark.parametrize("is_deleted", [False, True], ids=["expired", "deleted"])

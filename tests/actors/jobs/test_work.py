@@ -503,6 +503,24 @@ def test_motion_goes_on_from_the_end_before_a_segment_that_is_not_stored_any_mor
     assert (leased.segments, leased.segments_end, leased.segments_left) == (["segment-1"], "end-1", 2)
 
 
+@pytest.mark.parametrize(("gone", "kept"), [("end-2", 1), ("end-1", 2)])
+def test_segment_whose_end_is_not_stored_any_more_is_made_again_if_motion_goes_on_from_it(
+    gone, kept, store, database, work
+):
+    store.submit(Job(owner="ann", request=chain("a", 4) | {"continue_by": "motion"}))
+    leased = work.claim("w")
+    for index in range(2):
+        names = segment, end = f"segment-{index + 1}", f"end-{index + 1}"
+        work.announce(leased, dict.fromkeys(names, 1))
+        work.keep_segment(leased, index, segment, end, results={end: end})
+    work.release(leased)
+    with database.write() as session:
+        session.execute(delete(File).where(File.name == gone))
+    leased = work.claim("w")
+    assert (leased.segments, leased.segments_end) == (["segment-1", "segment-2"][:kept], f"end-{kept}")
+    assert leased.segments_left == 4 - kept
+
+
 def test_processes_that_stood_still_may_renew_their_leases_first(store, database, monkeypatch):
     job = ask(store)
     work = WorkQueue(database, reliability=ReliabilitySettings(renewal_s=0.1))

@@ -1,7 +1,8 @@
 """A service whose jobs have several segments and are watched, in a simulated world.
 
-Workers, attempts, fragments, SQLite and the streams of ingresses are real. Engine, ffmpeg and storage are simulated.
-Decoders, workers, ingresses, storage, database, ffmpeg and clock fail at random.
+Segments go on from the last frame of the one before or from its end, some jobs have references, and a segment of a
+finished video may be made again. Workers, attempts, fragments, SQLite and the streams of ingresses are real. Engine,
+ffmpeg and storage are simulated. Decoders, workers, ingresses, storage, database, ffmpeg and clock fail at random.
 """
 
 import asyncio
@@ -18,22 +19,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy import select, update
 
+from actors.api.core.access import Caller
+from actors.api.core.drafts import Drafts, Take
 from actors.api.core.following import Streams, follow_watched
 from actors.api.http import content as content_module
 from actors.api.http import watching as watching_module
 from actors.api.http.content import DownloadCut
+from actors.api.segments import list_segments
 from actors.api.settings import ServiceSettings
 from actors.api.worker import context as worker_context
-from actors.api.worker import job_worker, maintenance
+from actors.api.worker import held_bytes, job_worker, maintenance
 from actors.api.worker.context import WorkerContext
 from actors.api.worker.job_worker import JobWorker
 from actors.engine import Fragment, GeneratedVideo
+from actors.jobs.ending import expire_files
 from actors.jobs.errors import CommitUncertain, JobNotFound, StoreUnavailable
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
-from actors.jobs.tables import File, Job
-from actors.jobs.values import JobSettings
+from actors.jobs.stored_request import read_redo
+from actors.jobs.tables import File, FileShare, Job, StoredFragment
+from actors.jobs.values import JobSettings, Room
 from actors.jobs.watching import Watched, look_at_watched
 from actors.reliability import ReliabilitySettings
 from scripts.simulation.simulated import SimulatedSpec
@@ -45,9 +52,12 @@ from tests.actors.simulation.virtual_time import Stuck, virtual_time
 from tests.actors.simulation.world import Process, World, digest
 from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.media.boxes import FREE
+from wan_tpu.media.video_content import VideoContent
 from wan_tpu.plan import RequestPlan
+from wan_tpu.reference import GOAL, Reference
 from wan_tpu.request import GenerationRequest
 from wan_tpu.storage.base import StorageError
+from wan_tpu.tail import Overlap, Tail
 
 SETTINGS = JobSettings(abandoned_s=100.0)
 # Renewals and looks are rarer than in production, because each is a transaction of a real database.
@@ -55,19 +65,34 @@ RELIABILITY = ReliabilitySettings(
     renewal_s=3.0, queue_check_s=8.0, check_in_s=1000.0, pipeline_pause_s=2.0, job_attempts=40
 )
 LOOK_S = 1.0
-FAULTS = ("worker", "stop", "ingress", "decoder", "database", "answers", "down", "slow", "full", "clock", "ffmpeg")
+FAULTS = (
+    "worker",
+    "stop",
+    "earlier",
+    "ingress",
+    "decoder",
+    "database",
+    "answers",
+    "down",
+    "slow",
+    "full",
+    "clock",
+    "ffmpeg",
+)
 FAULTS_S, LASTS_S, TIDY_S = 25.0, 900.0, 130.0
 OWNERS = "ab"
+HELD_BYTES = 350  # What a worker may hold: an end with its header is some 300 bytes, and references are up to 400.
 
 
 class Spec(SimulatedSpec):
     """A model that plans each kind of request once."""
 
     tasks = ("t2v", "i2v")  # type: ignore[assignment]
+    overlap = Overlap(frames=1, latents=1, blended=0)
 
     def plan(self, request: GenerationRequest, **_: Any) -> RequestPlan:  # type: ignore[override]
         plan = _plan(request.image is not None)
-        changes = {name: getattr(request, name) for name in ("prompt", "seed", "image")}
+        changes = {name: getattr(request, name) for name in ("prompt", "seed", "image", "references")}
         return dataclasses.replace(plan, request=dataclasses.replace(plan.request, **changes))
 
 
@@ -80,11 +105,46 @@ def _plan(image: bool) -> RequestPlan:
     return SimulatedSpec.plan(MODEL, request, image=image)
 
 
-def make_part(prompt: str, seed: int, picture: bytes) -> bytes:
-    """Return what a segment becomes: one to three fragments, which depend on its request."""
-    content = bytes(byte & 0x7F for byte in digest("part", prompt, seed, picture))
+def make_part(prompt: str, seed: int, *seen: bytes) -> bytes:
+    """Return what a segment becomes: one to three fragments, which depend on its request and on all that it sees."""
+    content = bytes(byte & 0x7F for byte in digest("part", prompt, seed, *seen))
     part = content[: SIZE * (1 + content[0] % 3)]
     return UNLIKE + part[1:] if prompt == "unlike" else part
+
+
+def make_tail(part: bytes) -> Tail:
+    """Return the end of a segment."""
+    return Tail(np.frombuffer(part[-3:], np.uint8).astype(np.float32).reshape(1, 3, 1, 1, 1), None, 64, 64, 1, 0)
+
+
+def look_at(reference: Reference) -> bytes:
+    """Return what a segment sees of a reference."""
+    source = reference.source
+    if isinstance(source, Tail):
+        assert source.latents is not None
+        return (GOAL * (reference.kind == GOAL)).encode() + source.latents.astype(np.uint8).tobytes()
+    return source.content if isinstance(source, VideoContent) else source.tobytes()  # type: ignore[union-attr]
+
+
+@dataclasses.dataclass
+class Story:
+    """What a job shows.
+
+    Attributes:
+        source: The video that it continues, if any.
+        parts: Its segments.
+        looks: The contents of its references.
+        ends: The ends of its segments as they were first made. A segment that is made again must have the same.
+    """
+
+    source: bytes
+    parts: list[bytes]
+    looks: list[bytes]
+    ends: list[bytes]
+
+    @property
+    def video(self) -> bytes:
+        return self.source + b"".join(self.parts)
 
 
 @dataclasses.dataclass
@@ -114,6 +174,7 @@ class Engine:
 
     def __init__(self, service: "Chains", process: Process) -> None:
         self._service, self._process = service, process
+        self._held: dict[str, int] = {}  # Bytes of the inputs of segments that are being made, by job.
 
     async def check_ready(self) -> None:
         pass
@@ -124,9 +185,20 @@ class Engine:
     async def generate(
         self, plan: RequestPlan, *, id: str, on_event: Any, on_fragment: Any, **_: Any
     ) -> GeneratedVideo:
-        service, request, chance = self._service, plan.request, self._service.world.random
-        picture = b"" if request.image is None else request.image.tobytes()
-        part, loop = make_part(request.prompt, request.seed, picture), service.world.loop
+        service, request = self._service, plan.request
+        references = request.references or ()
+        seen = [] if request.image is None else [request.image.tobytes()]
+        part = make_part(request.prompt, request.seed, *seen, *map(look_at, references))
+        self._held[id] = sum(reference.nbytes for reference in references)
+        if sum(self._held.values()) > HELD_BYTES and sum(map(bool, self._held.values())) > 1:
+            service.problems.append(f"{self._process.name} holds more than it may: {self._held}")
+        try:
+            return await self._make(request, part, id, on_fragment)
+        finally:
+            del self._held[id]
+
+    async def _make(self, request: Any, part: bytes, id: str, on_fragment: Any) -> GeneratedVideo:
+        service, chance, loop = self._service, self._service.world.random, self._service.world.loop
         begin_s = loop.time()
         service.begun.append((begin_s, id))
         await asyncio.sleep(chance.uniform(1.5, 3.0))
@@ -142,7 +214,8 @@ class Engine:
             await loop.create_future()
         service.made[id, request.seed].append(Made(begin_s, loop.time(), self._process.name))
         last = np.frombuffer(part[-3:], np.uint8).reshape(1, 1, 3) if chance.random() < 0.5 else None
-        return GeneratedVideo(part, last_frame=last)
+        tail = make_tail(part).dump() if request.keeps_tail else None
+        return GeneratedVideo(part, last_frame=last, tail=tail)
 
 
 class Ingress:
@@ -190,11 +263,12 @@ class Chains:
         self.submitted: dict[str, float] = {}
         self.cancelled: set[str] = set()
         self.deleted: set[str] = set()
-        self.expected: dict[str, bytes] = {}
+        self.stories: dict[str, Story] = {}
         self.files: dict[str, bytes] = {}  # The finished videos, as they were when their jobs ended.
         self.begun: list[tuple[float, str]] = []  # When segments of which job were begun.
         self.made: dict[tuple[str, int], list[Made]] = defaultdict(list)  # By job and seed.
         self.troubles: list[tuple[float, float, str]] = []  # Each fault: from when to when, and what.
+        self.forgotten: dict[str, float] = {}  # When files of a job were lost.
         self.viewers: list[Viewer] = []
         self.problems: list[str] = []
 
@@ -240,25 +314,35 @@ class Chains:
         await asyncio.to_thread(self._check)
 
     async def _client(self, number: int) -> None:
-        """Ask for a video, watch it a few times, and perhaps cancel or delete it."""
+        """Ask for a video, and perhaps for a segment of it once more, and for one of that."""
         chance = self.world.random
         await asyncio.sleep(chance.uniform(0, 8))
-        job = await self._submit(number)
+        job: Job | None = await self._submit(number)
+        while job is not None:
+            job = await self._follow(job)
+
+    async def _follow(self, job: Job) -> Job | None:
+        """Watch a job a few times, and perhaps cancel or delete it; return one that makes a segment of it again."""
+        chance, again = self.world.random, None
         viewing = [asyncio.create_task(self._watch(job)) for _ in range(chance.choice((0, 1, 1, 2)))]
-        if chance.random() < 0.1:
-            await asyncio.sleep(chance.uniform(0, 15))
+        often, soon_s = (0.1, 15) if job.remixed_from is None else (0.5, 4)
+        if chance.random() < often:
+            await asyncio.sleep(chance.uniform(0, soon_s))
             self.cancelled.add(job.id)
             await self._insist(self.store.cancel, job.id)
         while not (ended := await self._insist(self.store.get, job.id)).has_ended:
             await asyncio.sleep(2.0)
         if ended.status == "completed":
             self.files[job.id] = self.storage.content.get(ended.results["video"], b"")
-        if chance.random() < 0.3:
+            if list_segments(ended)[0] and chance.random() < 0.6:
+                again = await self._redo(ended)
+        if chance.random() < (0.3 if again is None else 0.5):
             self.deleted.add(job.id)
             with contextlib.suppress(JobNotFound):  # The answer to an earlier try was lost.
                 await self._insist(self.store.delete, job.id)
             await asyncio.to_thread(self._sweep)
         await asyncio.gather(*viewing)
+        return again
 
     async def _submit(self, number: int) -> Job:
         chance = self.world.random
@@ -267,32 +351,67 @@ class Chains:
             prompts[chance.randrange(len(prompts))] = "unlike"
         plan = MODEL.plan(GenerationRequest(prompt=prompts[0], seed=100 * number))
         fields = plan.request.to_json() | {"model": "m", "seconds": None, "loras": []}
+        motion = len(prompts) > 1 and chance.random() < 0.6
         if prompts[1:]:
-            fields |= {"next_prompts": prompts[1:], "added_frames": 4}
+            fields |= {"next_prompts": prompts[1:], "added_frames": 4} | ({"continue_by": "motion"} if motion else {})
         job = Job(owner=chance.choice(OWNERS), request=fields, model="m")
-        picture, parts = b"", []
+        story, inputs, seen = Story(b"", [], [], []), dict[str, bytes](), list[bytes]()
         if chance.random() < 0.2:  # It continues a video.
-            source = make_part(f"source {number}", 0, b"")
+            source = story.source = make_part(f"source {number}", 0)
             fields |= {"source_frames": 4, "input_size": "1x1"}
             job.input_image, job.input_video = f"inputs.{number}.png", f"inputs.{number}.mp4"
-            picture, parts = source[-3:], [source]
-            retention = Retention(self.store._database, BucketOfProcess(self.storage, self.client), SETTINGS)  # type: ignore[arg-type]
-            for name, content in ((job.input_image, encode_picture(source)), (job.input_video, source)):
-                await self._insist(self._reserve, retention, name)
-                self.storage.content[name] = content
+            inputs |= {job.input_image: encode_picture(source), job.input_video: source}
+            seen = [source[-3:]]
+        elif chance.random() < 0.4:
+            self._add_references(number, fields, story, inputs)
+        retention = Retention(self.store._database, BucketOfProcess(self.storage, self.client), SETTINGS)  # type: ignore[arg-type]
+        for name, content in inputs.items():
+            await self._insist(self._reserve, retention, name)
+            self.storage.content[name] = content
         for index, prompt in enumerate(prompts):
-            parts.append(make_part(prompt, 100 * number + index, picture))
-            picture = parts[-1][-3:]
-        self.expected[job.id] = b"".join(parts)
-        with contextlib.suppress(CommitUncertain):
-            while True:
-                try:
-                    await asyncio.to_thread(self.store.submit, job)
-                    break
-                except CommitUncertain:
-                    break
-                except StoreUnavailable:
-                    await asyncio.sleep(1.0)
+            looks = story.looks if index == 0 or motion else []
+            story.parts.append(make_part(prompt, 100 * number + index, *looks, *seen))
+            seen = [story.parts[-1][-3:]]
+            story.ends += seen
+        return await self._send(job, story)
+
+    def _add_references(self, number: int, fields: dict[str, Any], story: Story, inputs: dict[str, bytes]) -> None:
+        chance = self.world.random
+        fields |= {"references": [], "reference_files": []}
+        for kind in chance.choices(("image", "video"), k=chance.choice((1, 2))):
+            name, content = f"inputs.{number}.{len(story.looks)}", chance.randbytes(3 if kind == "image" else 200)
+            fields["references"].append({"kind": kind, "height": 1, "width": 1})
+            fields["reference_files"].append(name)
+            story.looks.append(content)
+            inputs[name] = encode_picture(content) if kind == "image" else content
+
+    async def _redo(self, source: Job) -> Job:
+        """Ask for a segment of a finished job once more."""
+        chance, before = self.world.random, self.stories[source.id]
+        # The first one can't be made again if it begins with an image.
+        number = chance.randint(1 + (source.input_image is not None), len(before.parts))
+        take = Take(f"again {number}", number, chance.randrange(10**6, 10**9))
+        assert take.segment is not None and take.seed is not None
+        drafts = Drafts(self.settings, MODEL, None, None)  # type: ignore[arg-type] # A remix reads no other inputs.
+        caller = Caller(owner=source.owner, sees=source.owner, room=Room(), priority=0, rate={})
+        job = drafts.draft_remix(source, take, caller)
+        begin = before.ends[number - 2 : number - 1] if number > 1 else []
+        goal = [GOAL.encode() + before.ends[number - 1]] if number < len(before.parts) else []
+        parts = [*before.parts]
+        parts[number - 1] = make_part(take.prompt, take.seed, *before.looks, *begin, *goal)
+        return await self._send(job, dataclasses.replace(before, parts=parts))
+
+    async def _send(self, job: Job, story: Story) -> Job:
+        self.stories[job.id] = story
+        send = functools.partial(self.store.submit, job, shared=job.inputs if job.remixed_from else ())
+        while True:
+            try:
+                await asyncio.to_thread(send)
+                break
+            except CommitUncertain:
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(1.0)
         self.jobs.append(job)
         self.submitted[job.id] = self.world.loop.time()
         return job
@@ -363,14 +482,16 @@ class Chains:
         chance, world = self.world.random, self.world
         kind, now, lasts_s = chance.choice(self.kinds), world.loop.time(), chance.uniform(1, 25)
         name = ""
-        if kind in ("worker", "stop"):
+        if kind in ("worker", "stop", "earlier"):
             at = chance.randrange(len(self.workers))
             process, task = self.workers[at]
             name, lasts_s = process.name, 0.0
-            if kind == "worker":
-                process.dead = True
-            else:
+            if kind == "stop":
                 task.cancel()
+            else:
+                process.dead = True
+            if kind == "earlier":
+                world.loop.create_task(self._insist(self._give_back, name))
             self.workers[at] = self.start_worker()
         elif kind == "ingress":
             at, lasts_s = chance.randrange(len(self.ingresses)), 0.0
@@ -395,7 +516,23 @@ class Chains:
             }[kind]
             self._change(owner, attribute, True, False, lasts_s)
         world.tell(f"{kind} {name} for {lasts_s:.0f} s")
-        self.troubles.append((now, now + lasts_s, name if kind in ("worker", "stop") else kind))
+        self.troubles.append((now, now + lasts_s, name if kind in ("worker", "stop", "earlier") else kind))
+
+    def _give_back(self, worker: str) -> None:
+        """Give a lost worker's jobs back as an earlier version does, which lets files expire that it doesn't know.
+
+        One file of each job is removed before the job is claimed again.
+        """
+        with self.store._database.write() as session:
+            mine = (Job.status == "in_progress") & (Job.worker == worker) & Job.stop_code.is_(None)
+            for job in session.scalars(select(Job).where(mine)):
+                job.status, job.worker, job.lease_token, job.lease_expires_at = "queued", None, None, None
+                expire_files(session, job.id, self.store._database.now(session) + SETTINGS.abandoned_s)
+                if own := sorted(set(job.needed_files) - set(job.inputs)):
+                    gone = File.name == self.world.random.choice(own)
+                    session.execute(update(File).where(gone).values(delete_at=self.store._database.now(session)))
+                    self.forgotten[job.id] = self.world.loop.time()
+        self._sweep()
 
     def _change(self, owner: object, name: str, value: object, back: object, lasts_s: float) -> None:
         setattr(owner, name, value)
@@ -407,15 +544,21 @@ class Chains:
         self._sweep()
         kept = set()
         for job in self.jobs:
+            expected, redo = self.stories[job.id].video, read_redo(job.request)
             with contextlib.suppress(JobNotFound):
                 job = self.store.get(job.id)
-                kept |= {*job.results.values(), *job.inputs}
+                released = redo.files if redo is not None and job.status == "failed" else ()
+                kept |= {*job.results.values(), *(set(job.inputs) - set(released))}
                 if job.status == "failed" and not (job.error_code == "cancelled" and job.id in self.cancelled):
                     self.problems.append(f"{job.id} has failed: {job.error_code}: {job.error_message}")
                 elif job.status not in ("completed", "failed"):
                     self.problems.append(f"{job.id} has not ended")
-            if job.id in self.files and self.files[job.id] != self.expected[job.id]:
+                elif job.status == "completed" and self.storage.content.get(job.results["video"]) != expected:
+                    self.problems.append(f"{job.id} has lost its video")
+            if self.files.get(job.id, expected) != expected:
                 self.problems.append(f"{job.id} has become another video")
+            if redo is not None and any(id == job.id and seed != redo.seed for id, seed in self.made):
+                self.problems.append(f"{job.id} has made a segment that it shares")
         if wrong := kept ^ set(self.storage.content):
             self.problems.append(f"left in storage, or lacking there: {sorted(wrong)}")
         self.problems += self._check_repeats()
@@ -423,6 +566,16 @@ class Chains:
             self.problems += self._check_viewer(viewer)
         if not self.troubles:
             self.problems += self._check_turns()
+        self._check_expiry()
+
+    def _check_expiry(self) -> None:
+        """Nothing is left of jobs that have expired."""
+        self.world.loop.wall_offset_s += SETTINGS.ended_s + 1
+        self._sweep()
+        with self.store._database.read() as session:
+            rows = [row for table in (Job, File, FileShare, StoredFragment) for row in session.query(table)]
+        if rows or self.storage.content:
+            self.problems.append(f"left after all jobs have expired: {sorted(self.storage.content)}, {rows}")
 
     def _check_repeats(self) -> Iterator[str]:
         """A finished segment is made again only if its worker, or its access to the database, was lost before."""
@@ -431,6 +584,7 @@ class Chains:
                 # It was lost with its worker before it was stored, or with the access to the database.
                 stored_s = first.end_s + (40 if {"slow", "down", "full"} & self._list_troubles(first.end_s) else 2)
                 lost = any(what == first.worker and begin <= stored_s for begin, _, what in self.troubles)
+                lost |= first.end_s <= self.forgotten.get(job, -1.0) <= second.begin_s
                 if not lost and not {"database", "answers", "clock"} & self._list_troubles(first.end_s, second.begin_s):
                     yield f"{job}: the segment of seed {seed} was made again at {second.begin_s:.1f}: {first}"
 
@@ -443,7 +597,7 @@ class Chains:
         """A viewer has the file's bytes, or what it has is cut for a reason."""
         job, got = viewer.job, viewer.received
         got = got.removeprefix(watching_module.FTYP).replace(FREE, b"")
-        expected = self.expected[job.id]
+        expected = self.stories[job.id].video
         if not expected.startswith(got) or (viewer.cut is None and got != expected):
             yield f"{job.id}: a viewer got {got.hex()}, not {expected.hex()} ({viewer.cut})"
         if viewer.cut is None or job.id in self.cancelled | self.deleted or self.troubles:
@@ -500,6 +654,7 @@ def simulate_chains(
         world = World(loop, seed)
         service: Chains | None = None
         patch.setattr(job_worker, "_LOOK_S", 2.0)
+        patch.setattr(held_bytes, "LIMIT_BYTES", HELD_BYTES)
         patch.setattr(maintenance, "_SWEEP_S", 1000.0)
         patch.setattr(maintenance, "_ORPHANS_S", 1000.0)
         patch.setattr(tempfile, "tempdir", str(folder))

@@ -80,8 +80,9 @@ def find_leftovers(run: "Run") -> dict[str, Any]:
                 if values:
                     left[name].append((replica.process.name, values))
     for driver in run.drivers:
-        if driver.engine._inside or driver.ref_store._scopes:
-            left["in a driver"].append((driver.process.name, driver.engine._inside, driver.ref_store._scopes))
+        store = driver.ref_store
+        if driver.engine._inside or store._scopes or store._latents:
+            left["in a driver"].append((driver.process.name, driver.engine._inside, store._scopes, store._latents))
     run.status.refresh()
     # The status keeps a request for an hour if its driver was killed before reporting its end.
     ids = {submission.id for submission in run.submissions if not submission.is_orphaned}

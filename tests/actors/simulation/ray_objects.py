@@ -90,7 +90,10 @@ class _Method:
             handle._loop.call_later(handle.silent_until_s - handle._loop.now, self._answer, future, args)
         else:
             result = self._function(*args)
-            if not future.done():
+            if asyncio.iscoroutine(result):
+                result = asyncio.ensure_future(result)
+                result.add_done_callback(lambda done: future.done() or future.set_result(done.result()))
+            elif not future.done():
                 future.set_result(result)
 
 

@@ -27,6 +27,7 @@ class Host:
         self.requests: dict[str, Any] = {}
         self.fragments: dict[str, list[bytes]] = {}
         self.open_videos: dict[str, list[bytes]] = {}
+        self.noises: dict[str, bytes] = {}
         self.painted: dict[str, list[tuple[int, bytes]] | None] = {}  # None where no previews are wanted.
 
     def load(self) -> None:
@@ -118,6 +119,9 @@ class Host:
         _, _, latents, step, chunks = work
         return Output(step, pack(DenoiseState(array(latents), (), step, chunks=tuple(map(array, chunks)))))
 
+    def draw_ahead(self, key: str, request: ResolvedRequest) -> None:
+        self.noises[key] = digest("decoder's noise", request.seed)
+
     def prepare_decode(
         self, key: str, request: ResolvedRequest, state: Any, fragments: bool = False, chunk: int | None = None
     ) -> int:
@@ -130,6 +134,9 @@ class Host:
             open_video.append(state.arrays["latents"].tobytes())
             decoded = open_video
         is_last = state.step == request.steps
+        noise = self.noises.pop(key, None)
+        assert noise in (None, digest("decoder's noise", request.seed)), "another request's noise"
+        self._world.drawn_ahead[key.rpartition(" ")[0]] += noise is not None
         self.requests[key] = request, decoded, is_last
         if fragments:
             ready = fragments_of(request, decoded)
@@ -162,9 +169,10 @@ class Host:
         self.requests.pop(key, None)
         self.fragments.pop(key, None)
         self.open_videos.pop(key, None)
+        self.noises.pop(key, None)
 
     def list_keys(self) -> list[str]:
-        return sorted({*self.requests, *self.fragments, *self.open_videos})
+        return sorted({*self.requests, *self.noises, *self.fragments, *self.open_videos})
 
 
 def fragments_of(request: ResolvedRequest, chunks: Sequence[bytes]) -> list[bytes]:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class OpenSpec(SimulatedSpec):
-    """A model that chooses a video's length by its prompt."""
+    """A model that chooses a video's length by its prompt, and whose decoder begins with noise."""
 
     chooses_length = True
+    begins_decoder_with_noise = True
 
     def shorten(self, request: ResolvedRequest, seconds: float) -> ResolvedRequest:
         return dataclasses.replace(request, frames=self.nearest_frames(seconds * request.fps))

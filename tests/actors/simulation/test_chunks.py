@@ -17,7 +17,7 @@ PLAN = plan_of(STEPS, "chunks", "video 7", 7)
 VIDEOS = 200
 
 
-def make(layout="four pools", at_s=None, fault=None):
+def make(layout="four pools", at_s=None, fault=None, plan=PLAN):
     """Make one video with a fault after some seconds; return the run, the fragments with their times, and the time."""
     with virtual_time() as loop:
 
@@ -27,7 +27,7 @@ def make(layout="four pools", at_s=None, fault=None):
             start_s, fragments = loop.time(), []
             making = asyncio.ensure_future(
                 run.drivers[0].engine.generate(
-                    PLAN, id="r", on_event=lambda span: None, on_fragment=lambda f: fragments.append((loop.time(), f))
+                    plan, id="r", on_event=lambda span: None, on_fragment=lambda f: fragments.append((loop.time(), f))
                 )
             )
             if fault is not None:
@@ -40,8 +40,8 @@ def make(layout="four pools", at_s=None, fault=None):
             await asyncio.sleep(30.0)
             assert not find_leftovers(run)
             if not making.cancelled():
-                assert making.result().mp4 == video_of(PLAN)
-                submission = Submission("r", PLAN, 0, 0.0, fragments=[fragment for _, fragment in fragments])
+                assert making.result().mp4 == video_of(plan)
+                submission = Submission("r", plan, 0, 0.0, fragments=[fragment for _, fragment in fragments])
                 assert not list(check_fragments(submission))
             return run, fragments, seconds
 

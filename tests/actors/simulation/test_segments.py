@@ -1,5 +1,6 @@
 """Chains, streams and viewers in a service where everything fails at times."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.api.worker.held_bytes import HeldBytes
+from actors.jobs import ending
 from actors.jobs.store import open_database
 from actors.jobs.work import WorkQueue
 from tests.actors.simulation.chains import simulate_chains
@@ -81,11 +84,29 @@ def deletes_what_may_still_be_written(patch):
     patch.setattr(WorkQueue, "complete", complete)
 
 
+def reads_what_does_not_fit(patch):
+    """Jobs that were claimed together held more than a worker may."""
+
+    @contextlib.asynccontextmanager
+    async def reserve(held, size):
+        with held.hold(size):
+            yield
+
+    patch.setattr(HeldBytes, "reserve", reserve)
+
+
+def keeps_what_it_was_to_share(patch):
+    """Segments that a cancelled job was to take from another one stayed after that one's deletion."""
+    patch.setattr(ending, "withdraw", lambda session, job, names: None)
+
+
 DEFECTS = [
     (lets_a_chain_keep_its_place, {"faults": 0, "jobs": 4}),
     (forgets_the_last_segment, {"faults": 6, "kinds": ("ffmpeg", "stop")}),
     (goes_on_without_a_word, {"faults": 0}),
     (deletes_what_may_still_be_written, {"faults": 2, "kinds": ("slow",)}),
+    (reads_what_does_not_fit, {"faults": 0, "jobs": 4}),
+    (keeps_what_it_was_to_share, {"faults": 0}),
 ]
 
 

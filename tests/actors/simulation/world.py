@@ -37,6 +37,7 @@ class World:
         self.story: list[tuple[float, str]] = []
         self.steps: dict[str, list[tuple[int, float, str]]] = defaultdict(list)  # By request: (step, time, slice).
         self.decoded: dict[str, list[tuple[int, float, str]]] = defaultdict(list)  # By request: (chunks, time, slice).
+        self.drawn_ahead: dict[str, int] = defaultdict(int)  # By request: decoders that had their noise already.
         self.excuses: dict[str, list[tuple[float, str]]] = defaultdict(list)  # Reasons for repeated steps, by request.
         self.hub_is_down = False
         self.ray_is_silent_until_s = 0.0

@@ -5,6 +5,7 @@ from diffusers import LTX2VideoTransformer3DModel
 from wan_tpu.families.ltx2 import sharding
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.connectors import ADAPTED_BY
+from wan_tpu.families.ltx2.in_context import describe_doubt
 from wan_tpu.runtime.components import Component
 
 # The names in the model's own files, from github.com/Lightricks/LTX-2, ltx_core/model/transformer/model.py. They differ
@@ -32,4 +33,5 @@ def transformer(config: Ltx2Config) -> Component:
         matrices=sharding.MATRICES,
         originals=_ORIGINALS,
         adapted_beside=ADAPTED_BY,
+        describe_adapter=describe_doubt,
     )

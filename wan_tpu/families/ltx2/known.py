@@ -45,6 +45,11 @@ class StaticRoom:
     room: Room
 
 
+def fit_room(room: Room, rows: Any) -> Room:
+    """Return what the rows [1, R, C] hold, given that for a request without an image: with one, they are more."""
+    return room if rows.shape[1] == room.rows else room._replace(frames=(1, 0))
+
+
 class Ends(NamedTuple):
     """How many latents are known, of the first and of the last, among `total`."""
 
@@ -156,17 +161,23 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
         config: The model's configuration.
         request: The request.
         room: Its rows.
-        encoded: Latents of what `read_frames` and `read_sounds` yield, [1, C, T, H, W] and [A, C].
+        encoded: Latents of the image in each size, or of what `read_frames` yields, [1, C, T, H, W], and of what
+            `read_sounds` yields, [A, C].
     """
     rows = np.zeros((1, room.rows, count_channels(config)), np.float32)
     rest, parts = iter(encoded), []
     for size in room.sizes:
         for end, count in zip(find_ends(request), room.frames, strict=True):
-            if end is not None and count:
-                shape, source = (1, config.vae["latent_channels"], count, *size), _get_source(end)
+            if not count:
+                continue
+            shape = 1, config.vae["latent_channels"], count, *size
+            source = None if end is None else _get_source(end)
+            if source is None or source.pixels is not None:  # An image, or a file.
+                latents = next(rest)
+            else:
                 given = [latents for latents in (source.latents, source.smaller) if latents is not None]
-                latents = next(x for x in given if x.shape == shape) if source.pixels is None else next(rest)
-                parts.append(latents[0].reshape(shape[1], -1).T)
+                latents = next(latents for latents in given if latents.shape == shape)
+            parts.append(latents[0].reshape(shape[1], -1).T)
     start = 0
     for part in (*parts, *rest):
         rows[0, start : start + len(part), : part.shape[1]] = part

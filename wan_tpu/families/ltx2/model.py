@@ -121,20 +121,21 @@ class Ltx2Model(Model):
         return (*latent_shape[:2], 1, *latent_shape[3:])
 
     def condition_shapes(self, request: ResolvedRequest, expert: Expert) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of the rows of what is known, or that of an image."""
-        room = self.spec.find_room(request)
-        if room is None:
+        """Return the shape of the rows of what is known, with an image and without, or that of an image."""
+        if request.references is None:
             return super().condition_shapes(request, expert)
-        return ((1, room.rows, known.count_channels(self.config)),)
+        rooms = (self.spec.find_room(request, image=images > 0) for images in self.spec.images_of(request))
+        return tuple((1, room.rows, known.count_channels(self.config)) for room in rooms if room is not None)
 
-    def reference_shapes(self, request: ResolvedRequest) -> list[tuple[str, tuple[int, ...], str]]:
-        """Return the frames of a file's end in each size, and the spectrograms of known sounds."""
+    def reference_shapes(self, request: ResolvedRequest, images: int) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return the image, or the frames of a file's end, in each size, and the spectrograms of known sounds."""
         room, settings = self.spec.find_room(request), self.config.audio_vae
         assert room is not None
-        tail, sizes = find_tail(request.references), list[tuple[int, int]]()
+        tail, count = find_tail(request.references), images
         if tail is not None and tail.kind == CONTINUED:
-            sizes = known.list_sizes(room)
-        frames = [(_PICTURES, (1, 3, OVERLAP.frames, *size), "float32") for size in sizes]
+            count = OVERLAP.frames
+        sizes = known.list_sizes(room) if count else []
+        frames = [(_PICTURES, (1, 3, count, *size), "float32") for size in sizes]
         counts = (AUDIO_STRIDE * (count - 1) + 1 for count in room.audio if count)
         return [*frames, *((VOICE_ENCODER, (1, 2, count, settings["mel_bins"]), "float32") for count in counts)]
 
@@ -203,12 +204,12 @@ class Ltx2Model(Model):
     def read_references(
         self, request: ResolvedRequest
     ) -> tuple[list[tuple[str, np.ndarray]], dict[str, tuple[Any, ...]], list[Cut]]:
-        """Return the frames of a file's end in each size, and the spectrograms of known sounds."""
+        """Return the image, or the frames of a file's end, in each size, and the spectrograms of known sounds."""
         room = self.spec.find_room(request)
         assert room is not None
-        pictures = [(_PICTURES, frames) for frames in known.read_frames(request, room)]
+        frames = known.read_frames(request, room) if request.image is None else self.video_condition(request)
         sounds = [(VOICE_ENCODER, mel) for mel in known.read_sounds(self.config, request, room)]
-        return [*pictures, *sounds], {}, []
+        return [*((_PICTURES, part) for part in frames), *sounds], {}, []
 
     def encode_reference(
         self, component: str, module: torch.nn.Module, params: Params, mesh: Mesh, value: jax.Array
@@ -221,7 +222,7 @@ class Ltx2Model(Model):
 
     def reference_latents(self, encoded: Sequence[np.ndarray], request: ResolvedRequest) -> np.ndarray:
         """Return the rows of all that is known, float32 [1, R, C]."""
-        room = self.spec.find_room(request)
+        room = self.spec.find_room(request, image=request.image is not None)
         assert room is not None
         return known.to_rows(self.config, request, room, encoded)
 
@@ -337,7 +338,7 @@ class Ltx2Model(Model):
         # known, which the model sees from the first step on.
         seen, heard = latents, sound
         if _ROOM in keys:
-            room = cast(known.StaticRoom, keys[_ROOM]).room
+            room = known.fit_room(cast(known.StaticRoom, keys[_ROOM]).room, picture)
             frames, sounds = room.frames, room.audio
             seen, heard = known.fill_video(room, picture, latents), known.fill_audio(room, picture, sound)
         elif picture is not None:
@@ -386,7 +387,7 @@ class Ltx2Model(Model):
         """Replace latents that are known by what they are, to the last bit."""
         if (room := self.spec.find_room(request)) is None:
             return latents
-        filled: np.ndarray = known.fill_video(room, image_latents, latents)
+        filled: np.ndarray = known.fill_video(known.fit_room(room, image_latents), image_latents, latents)
         return filled
 
     def finish_sound(
@@ -395,7 +396,7 @@ class Ltx2Model(Model):
         """Do the same with the sound's."""
         if (room := self.spec.find_room(request)) is None:
             return latents
-        filled: np.ndarray = known.fill_audio(room, image_latents, latents)
+        filled: np.ndarray = known.fill_audio(known.fit_room(room, image_latents), image_latents, latents)
         return filled
 
     # ---- The decoder stage.

@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
 from wan_tpu.errors import CheckpointError, InvalidRequest
-from wan_tpu.families.ltx2 import classes, published
+from wan_tpu.families.ltx2 import classes, in_context, published
 from wan_tpu.families.ltx2.config import DECODERS, Ltx2Config, is_25, read_config
 from wan_tpu.families.ltx2.guidance import guidance_of
 from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
@@ -33,7 +32,6 @@ AUDIO_RATE, LONGEST_S = 25, 60  # Latents of the sound a second; the longest vid
 LEAST_CHOICE_S = 1.0  # The shortest video that the duration head chooses.
 STRIDE = 32  # Pixels per pixel of the latents, which is a token.
 AUDIO_STRIDE = 4  # Mel frames, and mel bins, of a latent of the sound.
-_IN_CONTEXT = re.compile(r"(?<![a-z])ic[-_]?lora", re.IGNORECASE)  # As such adapters are named everywhere.
 _LARGEST_EXPONENT = 80  # Beyond it the shift overflows float32; all noise levels are 1 long before.
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
@@ -72,6 +70,7 @@ class Ltx2Spec(FamilySpec):
     frame_stride = 8
     overlap = OVERLAP
     follows_sound = True
+    follows_sound_from_image = True
 
     def __post_init__(self) -> None:
         vae, transformer = self.config.vae, self.config.transformer
@@ -260,8 +259,13 @@ class Ltx2Spec(FamilySpec):
         end = Reference(TAIL, None, *size, OVERLAP.frames, samples, self.audio_rate)
         return (dataclasses.replace(request, references=(end,)),)
 
-    def find_room(self, request: ResolvedRequest) -> Room | None:
-        """Return what is known of a request's latents; None if nothing is."""
+    def find_room(self, request: ResolvedRequest, *, image: bool = False) -> Room | None:
+        """Return what is known of a request's latents; None if nothing is, or an image alone.
+
+        Args:
+            request: The request; its pixels aren't needed.
+            image: Whether it has an image.
+        """
         if request.references is None:
             return None
         tail, goal = find_tail(request.references), find_goal(request.references)
@@ -274,8 +278,8 @@ class Ltx2Spec(FamilySpec):
             audio = (self._count_heard(tail, request), last)
         shapes = (self.latent_shapes(request, expert.stop)[VIDEO] for expert in self.experts(request))
         sizes = dict.fromkeys((height, width) for *_, height, width in shapes)
-        frames = tuple(0 if end is None else OVERLAP.latents for end in (tail, goal))
-        return Room((frames[0], frames[1]), audio, tuple(sizes))
+        first, last = (0 if end is None else OVERLAP.latents for end in (tail, goal))
+        return Room((1 if image else first, last), audio, tuple(sizes))
 
     def _count_heard(self, tail: Reference | None, request: ResolvedRequest) -> int:
         """Return how many latents of the sound of a video's end are known."""
@@ -288,9 +292,10 @@ class Ltx2Spec(FamilySpec):
     def conditioned_shape(self, request: ResolvedRequest, expert: Expert) -> tuple[int, ...]:
         """Return the shape of an expert's latents, since Lightricks encodes the image again for the second stage.
 
-        Source: ltx_pipelines/distilled.py of ltx-pipelines 1.0.0. diffusers' second stage doesn't see the image.
+        Source: ltx_pipelines/distilled.py of ltx-pipelines 1.0.0. diffusers' second stage doesn't see the image, unless
+        there is a given sound, which none of its pipelines for images takes.
         """
-        if self.follows_diffusers(request):
+        if self.follows_diffusers(request) and request.references is None:
             return super().conditioned_shape(request, expert)
         return self.latent_shapes(request, expert.stop)[VIDEO]
 
@@ -315,7 +320,7 @@ class Ltx2Spec(FamilySpec):
     def shapes(self, request: ResolvedRequest, *, images: int) -> dict[str, str]:
         """Name the programs as every model does, by each stage's own size and the length of the sound."""
         names, size = super().shapes(request, images=images), f"{request.height}x{request.width}"
-        room = self.find_room(request)
+        room = self.find_room(request, image=images > 0)
         sound = f"{self.audio_tokens(request.frames, request.fps)} of sound"
         for expert in self.experts(request):
             *_, height, width = self.latent_shapes(request, expert.stop)[VIDEO]
@@ -329,7 +334,8 @@ class Ltx2Spec(FamilySpec):
             names[ENCODER] = f"{ENCODER} {room.audio} of sound{from_file}"
         if images:
             sizes = [f"{height}x{width}" for height, width in self.image_sizes(request)]
-            names[ENCODER] = f"{ENCODER} {' and '.join(sizes)}"
+            heard = "" if room is None else f" {room.audio} of sound"
+            names[ENCODER] = f"{ENCODER} {' and '.join(sizes)}{heard}"
             if REFINE in names:
                 names[REFINE] += f" of {sizes[-1]}"  # The image, whose size need not be the second stage's.
         return names | {DECODER: f"{DECODER} {size}x{request.frames} {sound}"}
@@ -395,13 +401,7 @@ class Ltx2Spec(FamilySpec):
         if find_soundtrack(request.references) is not None and request.max_seconds is not None:
             raise InvalidRequest("frames is missing; a video that follows a given sound needs a length", "frames")
         for adapter in request.loras:
-            # Headers say so only if the reference had another size than the video: `wan_tpu.adapters.header`.
-            if _IN_CONTEXT.search(adapter.path):
-                raise InvalidRequest(
-                    f"{adapter} is an in-context adapter (IC-LoRA) by its name, trained with a reference video, which "
-                    "requests can't have; leave it out",
-                    "loras",
-                )
+            in_context.refuse_by_name(adapter)
         if request.frames < self._shortest:
             raise InvalidRequest(
                 f"frames is {request.frames}; the diffusion decoder makes at least {self._shortest}", "frames"

@@ -160,7 +160,7 @@ class MiniMaxH3Model(Model):
     def _find_room(self, request: ResolvedRequest) -> references.Room:
         return references.find_room(self.config, references.measure(self.config, request))
 
-    def reference_shapes(self, request: ResolvedRequest) -> list[tuple[str, tuple[int, ...], str]]:
+    def reference_shapes(self, request: ResolvedRequest, images: int) -> list[tuple[str, tuple[int, ...], str]]:
         """Return what is encoded of images, of each clip of a video, and of sounds."""
         return reference_inputs.list_shapes(self.config, request)
 

@@ -4,8 +4,8 @@ LightX2V trained its Turbo at 1344x768 with Euler's method, at shift 6 for the v
 sound: github.com/ModelTC/Minimax-H3-Turbo, and github.com/ModelTC/LightX2V, configs/minimax_h3/dmd. FastVideo trained
 FastH3 from text alone, without keyframes, at the model's own shifts, with a highest noise level below one
 (`dmd_denoising_steps` of its fastvideo_inference.json are thousandths). Of its adapters one has dense attention; three
-have video sparse attention, and hold its gates. LightX2V's adapter with sparse attention was trained on 362 frames,
-with blocks of 128 queries and 64 keys of which 15 % are kept: configs/minimax_h3/dmd/*_sla.json and
+have video sparse attention, and hold its gates. LightX2V publishes its adapter with sparse attention for 362 frames and
+RTX 5090, whose blocks are of 128 queries and 64 keys, and which keeps 15 %: configs/minimax_h3/dmd/*_sla.json and
 common/ops/attn/dynamic_sparse_attn.py at f8aee98. Its adapters for references were trained at the model's own shifts:
 configs/minimax_h3/dmd/minimax_h3_ref2av_4step.json at 221f1ba, and for eight steps the notes of their release, where
 vLLM-Omni has 6.
