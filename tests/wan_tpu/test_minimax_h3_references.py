@@ -96,6 +96,7 @@ def test_same_rows_latents_pixels_and_sound_as_diffusers(names, files, pipe, the
     assert relative(sound, state.get("audio")[0].numpy()) < 2e-3
 
 
+@pytest.mark.thorough
 def test_few_steps_are_those_of_diffusers_with_the_adapter(files, pipe, theirs, tmp_path):
     """LightX2V's files for references are of the transformer for references, and have an alpha in their header."""
     transformer = theirs.pipeline.transformer_ref
@@ -286,6 +287,7 @@ def test_a_checkpoint_without_their_transformer_makes_all_other_videos(folder, f
     assert refused.value.field == "references"
 
 
+@pytest.mark.thorough
 def test_requests_read_only_the_weights_that_they_need(folder, files):
     pipe = load_pipeline(folder, dtype="float32")
     request = GenerationRequest(prompt="a", steps=1, references=[files["picture"]], **SIZE)
