@@ -15,6 +15,7 @@ from actors.planning.slice_description import describe_slice
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.pricing.question import Question, list_acting, locate_plans
+from wan_tpu.reference import restore_references
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
 from wan_tpu.switches import OVERLAPPED, OWN_KERNELS
@@ -95,7 +96,7 @@ def _read_shipped(spec: PipelineSpec, pool: Pool) -> Iterator[Prediction]:
         question = shipped.question
         if (question.slice, question.dtype) != (pool.slice.name, spec.settings.dtype) or not shipped.is_for(pool.mesh):
             continue
-        request = GenerationRequest(**question.request)
+        request = GenerationRequest(**restore_references(question.request))
         try:
             plan = model.plan(request, image="t2v" not in model.tasks, last=model.last_images == "required")
         except InvalidRequest:

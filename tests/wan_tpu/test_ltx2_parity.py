@@ -102,7 +102,7 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
         prompt=prompt, negative_prompt=negative, height=64, width=128, num_frames=9, frame_rate=24.0,
         generator=torch.Generator().manual_seed(5), output_type="np", return_dict=False, **options, **watching,
     )  # fmt: skip
-    assert len(states) == len(seen) == len(pipe.schedule(pipe.plan(request).request).timesteps)
+    assert len(states) == len(seen) == len(pipe.runtime.model.spec.schedule(pipe.plan(request).request).timesteps)
     for state, (latents, sound) in zip(states, seen, strict=True):
         ours = as_tokens(np.asarray(state.latents))
         first = 8 if has_image else 0  # The first frame's tokens are the image's, which our state holds only at last.
