@@ -1,7 +1,8 @@
 """The rules of Lightricks' pipelines (ltx-core and ltx-pipelines 1.0.0) in plain torch, around diffusers' networks.
 
 `scripts/compare_ltx.py` shows that they make the latents that Lightricks' own pipelines make; tests compare ours with
-theirs. Those of LTX-2.5 are of version 1.2.0, which isn't on PyPI (github.com/Lightricks/LTX-2 at 400fd310).
+theirs. Those of LTX-2.5 are of version 1.2.0, which isn't on PyPI (github.com/Lightricks/LTX-2 at 400fd310);
+`scripts/compare_ltx_25.py` compares ours with that version itself.
 
 Shapes: L tokens of the video, A of the sound, C channels, H W latent height and width.
 """
@@ -41,6 +42,10 @@ class Lightricks:
         self._pipe: Any = diffusers.LTX2Pipeline.from_pretrained(folder, transformer=transformer.eval())
         self._folder = folder
         self._is_25 = not transformer.config.ff_bias
+        if self._is_25:
+            # In 1.2.0, tokens attend to the other stream by their own timesteps, and take from it by its noise level.
+            for gate in (transformer.av_cross_attn_video_a2v_gate, transformer.av_cross_attn_audio_v2a_gate):
+                gate.register_forward_pre_hook(lambda _, times: (times[0].amax()[None],))
 
     @torch.no_grad()
     def make_in_one_stage(
@@ -275,7 +280,7 @@ class Lightricks:
                 width=shape[2],
                 fps=FPS,
                 audio_num_frames=shape[3],
-                use_cross_timestep=True,
+                use_cross_timestep=not self._is_25,
                 video_keyframes_mask=marked,
                 return_dict=False,
                 **options,
