@@ -94,22 +94,14 @@ def test_guided_models_make_what_lightricks_makes(kind, given, folders, song):
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
-<<<<<<< HEAD
         pytest.param("ltx-2-distilled", "image", marks=pytest.mark.thorough),
         pytest.param("ltx-2-distilled", "image, sound", marks=pytest.mark.thorough),
         pytest.param("ltx-2.3-distilled", "", marks=pytest.mark.thorough),
-        ("ltx-2.3-distilled", "image"),
-        ("ltx-2.3-distilled", "image, sound"),
+        pytest.param("ltx-2.3-distilled", "image", marks=pytest.mark.thorough),
+        pytest.param("ltx-2.3-distilled", "image, sound", marks=pytest.mark.thorough),
         pytest.param("ltx-2.5-distilled", "", marks=pytest.mark.thorough),
         pytest.param("ltx-2.5-distilled", "image", marks=pytest.mark.thorough),
-        pytest.param("ltx-2.5-distilled", "image, sound", marks=pytest.mark.thorough),
-=======
-        pytest.param("ltx-2-distilled", True, marks=pytest.mark.thorough),
-        pytest.param("ltx-2.3-distilled", False, marks=pytest.mark.thorough),
-        ("ltx-2.3-distilled", True),
-        pytest.param("ltx-2.5-distilled", False, marks=pytest.mark.thorough),
-        ("ltx-2.5-distilled", True),
->>>>>>> h-lightricks
+        ("ltx-2.5-distilled", "image, sound"),
     ],
 )
 def test_both_stages_of_distilled_models_make_what_lightricks_makes(kind, given, folders, song):
