@@ -44,8 +44,10 @@ class Lightricks:
         self._is_25 = not transformer.config.ff_bias
         if self._is_25:
             # In 1.2.0, tokens attend to the other stream by their own timesteps, and take from it by its noise level.
-            for gate in (transformer.av_cross_attn_video_a2v_gate, transformer.av_cross_attn_audio_v2a_gate):
-                gate.register_forward_pre_hook(lambda _, times: (times[0].amax()[None],))
+            for gate in ("video_a2v", "audio_v2a"):
+                transformer.get_submodule(f"av_cross_attn_{gate}_gate").register_forward_pre_hook(
+                    lambda module, times, gate=gate: (self._gate_times[gate],)
+                )
 
     @torch.no_grad()
     def make_in_one_stage(
@@ -261,7 +263,12 @@ class Lightricks:
         is_given: bool,
     ) -> list[torch.Tensor]:
         """Return the clean estimates of video and sound, which may be given, guided if there is a negative prompt."""
-        audio_sigma = 0 if is_given else sigma
+        audio_sigma, config = 0 if is_given else sigma, self._pipe.transformer.config
+        scale = 1000 * config.cross_attn_timestep_scale_multiplier / config.timestep_scale_multiplier
+        self._gate_times = {
+            "video_a2v": torch.tensor([scale * audio_sigma]),
+            "audio_v2a": torch.tensor([scale * sigma]),
+        }
         marked = torch.zeros_like(mask)
         marked[:, : shape[1] * shape[2]] = 1
 
