@@ -33,19 +33,6 @@ def run(tmp_path, engine, output, *ids, in_flight=1, previews=False):
         return batch.run(engine)
 
 
-class LookingEngine(Engine):
-    """Notes what the record of a request says at the moment when its snapshots may go."""
-
-    def __init__(self, output):
-        super().__init__()
-        self.output, self.statuses = output, {}
-
-    async def forget(self, id):
-        await super().forget(id)
-        self.statuses[id] = json.loads(self.output.read(f"{id}.json"))["status"]
-        assert self.statuses[id] != "done" or self.output.size(f"{id}.mp4")
-
-
 class PaintingEngine(Engine):
     """Shows a picture of each unfinished video, and notes which files there are then."""
 
@@ -67,13 +54,6 @@ def test_preview_is_beside_an_unfinished_video_and_goes_when_that_is_there(tmp_p
     assert run(tmp_path, engine, output, "cat", "dog", previews=True).videos_made == 2
     assert engine.seen == [b"picture"] * 2
     assert list(output.list()) == ["cat.json", "cat.mp4", "dog.json", "dog.mp4", RESULTS]
-
-
-def test_snapshots_go_once_video_and_record_are_written(tmp_path):
-    output = LocalStorage(tmp_path / "out")
-    engine = LookingEngine(output)
-    assert run(tmp_path, engine, output, "cat", "dog").videos_made == 2
-    assert engine.statuses == {"cat": "done", "dog": "done"}
 
 
 @pytest.mark.parametrize(
