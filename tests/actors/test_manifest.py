@@ -125,6 +125,7 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
         ('{"prompt": "", "id": "/etc/passwd"}', "is not a relative path"),
         ('{"prompt": "", "id": ".hidden"}', "would be hidden"),
         ('{"prompt": "", "id": ""}', "is empty"),
+        ('{"prompt": "", "output": "../cat.mp4"}', "would lead out of its folder"),
         ('{"prompt": "", "output": "cat.avi"}', "ends in .mp4"),
         ('{"prompt": "", "id": "first"}', "has the same id as line 1, 'first'"),
         ('{"prompt": "", "output": "first.mp4"}', "has the same output as line 1, 'first.mp4'"),

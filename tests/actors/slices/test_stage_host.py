@@ -91,6 +91,8 @@ def test_previews_come_with_later_steps_and_change_nothing(checkpoint, tmp_path,
             parts += [(done, *picture) for picture in pictures]
             if done in plan.preview_steps:
                 wait()
+        with pytest.raises(OutOfOrder, match=f"request {key}"):  # All steps are done.
+            host.step(key)
         return parts, unpack(host.collect(key).payload).latents
 
     def wait_for_picture():
