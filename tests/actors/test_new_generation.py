@@ -5,7 +5,7 @@ import yaml
 
 from actors.cli import main
 from cluster import chips
-from cluster.chips import CHIPS, load
+from cluster.chips import CHIPS, Chip, load
 from cluster.errors import UnknownSlice
 from cluster.slice_spec import SliceSpec
 
