@@ -102,7 +102,7 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
         prompt=prompt, negative_prompt=negative, height=64, width=128, num_frames=9, frame_rate=24.0,
         generator=torch.Generator().manual_seed(5), output_type="np", return_dict=False, **options, **watching,
     )  # fmt: skip
-    assert len(states) == len(seen) == len(pipe.schedule(pipe.plan(request).request).timesteps)
+    assert len(states) == len(seen) == len(pipe.runtime.model.spec.schedule(pipe.plan(request).request).timesteps)
     for state, (latents, sound) in zip(states, seen, strict=True):
         ours = as_tokens(np.asarray(state.latents))
         first = 8 if has_image else 0  # The first frame's tokens are the image's, which our state holds only at last.
@@ -115,6 +115,7 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
     assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
@@ -185,6 +186,7 @@ def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(
     assert_close(last.audio, seen[-1][1], LATENT_TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("preset", [None, pytest.param("diffusers", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("kind", "stop"),

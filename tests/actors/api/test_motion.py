@@ -1,5 +1,6 @@
 """Segments that begin with the end of the one before, motion and sound included, or with its last frame alone."""
 
+import dataclasses
 import itertools
 import wave
 from typing import ClassVar
@@ -89,6 +90,18 @@ def test_the_last_frame_alone_is_continued_if_that_is_asked_for(http, engine, da
     assert video["continue_by"] is None and video["seconds"] == "4.79"
     # An earlier version can run it, too.
     assert "continue_by" not in JobStore(database).get(video["id"]).request
+
+
+def test_a_snapshot_that_lacks_the_end_of_a_segment_is_used_once(http, engine):
+    generate = engine.generate
+
+    async def generate_from_old(plan, *, id, **options):
+        video = await generate(plan, id=id, **options)
+        return video if id in engine.forgotten else dataclasses.replace(video, tail=None)
+
+    engine.generate = generate_from_old
+    assert wait_for_video(http, create(http, next_prompts=["on"]))["status"] == "completed"
+    assert len(engine.requests) == 3
 
 
 def test_a_finished_video_is_continued_with_its_motion(http, engine, settings):
