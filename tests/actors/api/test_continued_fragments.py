@@ -47,7 +47,7 @@ def test_finished_parts_are_not_held_and_a_late_client_gets_all_of_them(http, se
     assert worker.held.total == 0
 
 
-@pytest.mark.parametrize("later", [[], ["on"]], ids=["one segment", "two"])
+@pytest.mark.parametrize("later", [pytest.param([], marks=pytest.mark.thorough), ["on"]], ids=["one segment", "two"])
 def test_clients_get_from_its_file_a_segment_that_had_no_room_to_wait(http, engine, worker, monkeypatch, later):
     is_full = False
 

@@ -153,7 +153,7 @@ def test_a_file_of_another_kind_gets_the_size_and_rate_of_what_follows(http, eng
     assert np.argmin([np.abs(whole[15] - np.asarray(frame, int)).mean() for frame in pictures]) >= 27
 
 
-@pytest.mark.parametrize("form", [True, False])
+@pytest.mark.parametrize("form", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_sound_goes_on(form, settings, engine, tmp_path):
     engine.model = SOUND_SPEC
     with working(settings, engine), serve(settings, SOUND_SPEC) as address, open_client(address) as http:

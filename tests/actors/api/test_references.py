@@ -89,7 +89,9 @@ def test_every_form_brings_them_in_order(send, http, engine, files):
     assert read_frames(video.source, 24)[0].size == (48, 32)
 
 
-@pytest.mark.parametrize("name", ["nine channels without names", "begins after its frames"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("nine channels without names", marks=pytest.mark.thorough), "begins after its frames"]
+)
 def test_a_sound_is_the_one_that_is_played_beside_its_frames(name, http, engine, files, tmp_path):
     frames, video, kind = tmp_path / "frames.mp4", tmp_path / "video.mov", SOUNDS[name]
     frames.write_bytes(files["video"])
