@@ -111,6 +111,11 @@ def test_a_full_queue_takes_no_more_but_knows_what_it_took(store):
     assert store.submit(ask(idempotency_key="key"), room=Room(queue=1))[0] == job
 
 
+def test_a_key_that_may_have_nothing_wait_has_nothing_wait(store):
+    with pytest.raises(QueueFull):
+        store.submit(ask(), room=Room(queue=10, owner=0))
+
+
 def test_a_repeated_request_is_told_from_others_without_reading_them(store):
     rows = []
     expected, _ = store.submit(ask(prompt="wanted"))
