@@ -208,16 +208,7 @@ def test_a_job_under_an_idempotency_key_outlives_its_client(settings):
         assert again.json()["id"] == waiting.job
 
 
-def test_a_job_that_was_there_before_outlives_whoever_waits_for_it(settings):
-    with open_service(settings) as (service, http):
-        job = create(http, {"Idempotency-Key": "k"}, prompt="x").json()["id"]
-        waiting = Waiting(http, service, {"Idempotency-Key": "k"})
-        wait_for(lambda: service.following.count_followers(job) == 1)
-        waiting.hang_up()
-        assert status(http, job)["status"] == "queued"
-
-
-def test_a_job_outlives_its_client_where_a_repeated_call_or_a_stream_waits_for_it(settings):
+def test_a_job_outlives_its_client_where_a_repeated_call_waits_for_it(settings):
     with open_service(settings) as (service, http):
         first = Waiting(http, service)
         wait_for(lambda: service.following.count_followers(first.job) == 1)
@@ -227,11 +218,18 @@ def test_a_job_outlives_its_client_where_a_repeated_call_or_a_stream_waits_for_i
         first.hang_up(followers=1)
         second.hang_up()
         assert status(http, first.job)["status"] == "queued"
-        third = Waiting(http, service, prompt="z")
-        with http.stream("GET", f"/v1/videos/{third.job}/events"):
-            wait_for(lambda: service.following.count_followers(third.job) == 2)
-            third.hang_up(followers=1)
-        assert status(http, third.job)["status"] == "queued"
+
+
+@pytest.mark.parametrize("path", ["content?stream=1", "events"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_job_outlives_its_client_where_a_stream_of_any_ingress_waits_for_it(settings, path, elsewhere):
+    with open_service(settings) as (service, http), serve(settings) as other, contextlib.ExitStack() as streams:
+        waiting = Waiting(http, service)
+        wait_for(lambda: service.following.count_followers(waiting.job) == 1)
+        client = streams.enter_context(open_client(other)) if elsewhere else http
+        assert streams.enter_context(client.stream("GET", f"/v1/videos/{waiting.job}/{path}")).status_code == 200
+        waiting.hang_up(followers=int(path == "events" and not elsewhere))
+        assert status(http, waiting.job)["status"] == "queued"
 
 
 def test_a_call_that_is_repeated_after_its_job_was_cancelled_gets_a_video(settings, engine):
@@ -243,17 +241,6 @@ def test_a_call_that_is_repeated_after_its_job_was_cancelled_gets_a_video(settin
         with working(settings, engine):
             again = http.post("/v1/videos/sync", json={"prompt": "x"}, headers=AGAIN)
         assert again.status_code == 200 and again.headers["x-video-id"] != first.job
-
-
-def test_a_repeated_request_never_gets_a_job_that_was_cancelled_or_deleted(http):
-    for end in (lambda job: http.post(f"/v1/videos/{job}/cancel"), lambda job: http.delete(f"/v1/videos/{job}")):
-        job = create(http, seed=3).json()["id"]
-        assert create(http, AGAIN, seed=3).json()["id"] == job
-        assert create(http, AGAIN, seed=4).json()["id"] != job
-        assert end(job).status_code == 200
-        again = create(http, AGAIN, seed=3).json()
-        assert again["id"] != job and again["status"] == "queued"
-        http.delete(f"/v1/videos/{again['id']}")
 
 
 def test_a_request_that_was_refused_and_is_repeated_gets_a_job_of_its_own(settings, database):

@@ -8,20 +8,13 @@ import pytest
 from actors.api.estimates import Estimator
 from actors.api.foresight import foresee
 from actors.jobs.queries import Turn
-from actors.jobs.store import JobStore, open_database
+from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
 
 REQUEST = {"prompt": "a cat", "width": 96, "height": 64, "frames": 9, "steps": 1}
 A, B = "ann", "bob"
-
-
-@pytest.fixture
-def database(tmp_path):
-    opened = open_database(tmp_path / "jobs.sqlite")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import io
-import json
 import socket
 import threading
 import time
@@ -20,11 +19,12 @@ from actors.api.core import following
 from actors.api.core.access import Access
 from actors.api.core.service import Service
 from actors.api.limits import ServiceLimits
-from actors.jobs.keys import KeyLimits, list_keys, make_key, revoke_key
+from actors.jobs.keys import KeyLimits, make_key, revoke_key
 from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
+from tests.actors.api import fetching
 from tests.actors.api.conftest import NAME
-from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, wait_for_end, working
+from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, working
 from tests.actors.jobs.test_store import ask
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -77,21 +77,8 @@ def half_a_body(http, headers, size=10_000, sent=100, kind="application/json"):
     return Sent(http, [*lines, *(f"{name}: {value}" for name, value in headers.items())], b"x" * sent)
 
 
-LARGE = {
-    "a data URL of options": lambda: (
-        b'{"prompt": "x", "input_reference": {"image_url": "data:' + b";" * 9_000_000 + b'"}}'
-    ),
-    "many fields": lambda: b"{" + b",".join(b'"k%d":0' % i for i in range(700_000)) + b"}",
-    "many lists": lambda: b"[" + b"[]," * 3_000_000 + b"0]",
-    "percents": lambda: (
-        b'{"prompt": "x", "input_reference": {"image_url": "data:image/png,' + b"%%%" * 3_000_000 + b'"}}'
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
-    """Before, 27 MB of JSON took 4.6 GB and blocked everybody for seconds. A third of it is enough to see that."""
+def test_a_large_body_costs_the_service_neither_memory_nor_time(settings):
+    large = b"{" + b",".join(b'"k%d":0' % i for i in range(700_000)) + b"}"
     waits, ended = [], threading.Event()
     with open_limited(settings) as http:
 
@@ -106,7 +93,7 @@ def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
         before = memory().rss
         poller = threading.Thread(target=poll)
         poller.start()
-        answer = http.post("/v1/videos", content=LARGE[name](), headers={"Content-Type": "application/json"})
+        answer = http.post("/v1/videos", content=large, headers={"Content-Type": "application/json"})
         most = memory().rss - before
         ended.set()
         poller.join()
@@ -116,7 +103,6 @@ def test_a_large_body_costs_the_service_neither_memory_nor_time(settings, name):
 
 
 def test_images_are_stored_in_the_size_of_their_video(settings, database):
-    """Before, ten JPEGs of 8000 x 8000 took 5 GB in the worker, for videos of 64 x 64."""
     big = io.BytesIO()
     Image.effect_noise((3000, 3000), 80).convert("RGB").save(big, "JPEG", quality=90)
     with open_limited(settings) as http:
@@ -168,18 +154,6 @@ def test_one_key_takes_neither_the_whole_queue_nor_the_front_of_it(settings, key
     assert WorkQueue(database).claim("w").priority == 5
 
 
-def test_a_key_has_so_many_jobs_made_at_a_time(database):
-    store, queue = JobStore(database), WorkQueue(database)
-    make_key(database, "ann", KeyLimits(running=1))
-    ann = list_keys(database)[0].id
-    for owner in (ann, ann, "bob"):
-        store.submit(ask(owner=owner))
-    first, second = queue.claim("w"), queue.claim("w")
-    assert {first.owner, second.owner} == {ann, "bob"} and queue.claim("w") is None
-    queue.fail(first if first.owner == ann else second, "code", "reason")
-    assert queue.claim("w").owner == ann
-
-
 def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings):
     with serve(dataclasses.replace(settings, queue_limit=1)) as address, open_client(address) as http:
         assert create(http).status_code == 200
@@ -187,14 +161,14 @@ def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings)
         wait_for(lambda: refused.status == 429)
         refused.close()
         image = {"input_reference": ("cat.png", PHOTO.read_bytes())}
-        assert http.post("/v1/videos", data={"prompt": "x"}, files=image).status_code == 429
+        full = http.post("/v1/videos", data={"prompt": "x"}, files=image)
+        assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert 1 <= int(full.headers["retry-after"]) <= 600
     assert [path for path in Path(settings.storage).rglob("*") if path.is_file()] == []
 
 
 def test_a_repeated_request_needs_its_image_no_more(hook_settings, hook):
-    """Before, a retry got 400 instead of the job if the image's server was gone by then."""
-    image = PHOTO.read_bytes()
-    hook.answers["/a.png"] = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(image) + image]
+    hook.answers["/a.png"] = [fetching.answer(PHOTO.read_bytes())]
     with serve(hook_settings) as address, open_client(address) as http:
         body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
         response = create(http, {"Idempotency-Key": "one"}, **body)
@@ -222,12 +196,9 @@ def test_client_that_hangs_up_is_no_failure_of_the_service(settings, caplog):
 
 def test_a_stream_ends_with_its_key(settings, keys, database):
     ann, _ = keys
-    with open_limited(settings, followers=2) as http:
+    with serve(settings) as address, open_client(address) as http:
         job = create(http, ann).json()["id"]
-        path = f"/v1/videos/{job}/events"
-        with http.stream("GET", path, headers=ann) as stream, http.stream("GET", path, headers=ann):
-            third = http.get(path, headers=ann)
-            assert (third.status_code, third.json()["error"]["code"]) == (429, "too_many_streams")
+        with http.stream("GET", f"/v1/videos/{job}/events", headers=ann) as stream:
             revoke_key(database, "ann")
             text = "".join(stream.iter_text())
         assert text.startswith("event: progress") and "event: error" in text and "invalid_api_key" in text
@@ -280,15 +251,6 @@ def test_an_image_in_a_form_s_url_may_be_as_large_as_a_file(http):
     assert len(url) > 200_000
     fields = {"prompt": (None, "x"), "input_reference[image_url]": (None, url)}
     assert http.post("/v1/videos", files=fields).json()["input_size"] == "600x600"
-
-
-def test_whatever_is_wrong_the_log_says_under_which_request(http, worker, engine):
-    answer = http.get("/v1/videos/none", headers={"x-request-id": "mine-1"})
-    assert (answer.status_code, answer.headers["x-request-id"]) == (404, "mine-1")
-    response = create(http, {"x-request-id": "no\tid"})
-    assert response.headers["x-request-id"].startswith("req_")
-    assert wait_for_end(http, response.json()["id"])["status"] == "completed"
-    assert json.loads(http.get("/v1/models").text)["object"] == "list"
 
 
 def test_a_job_that_is_followed_while_others_are_looked_at_is_not_taken_for_deleted(database, monkeypatch):

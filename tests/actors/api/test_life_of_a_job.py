@@ -5,13 +5,14 @@ import json
 import threading
 import time
 
+from sqlalchemy import select
+
 from actors.api.core.following import PROMPTS
 from actors.api.worker.maintenance import remove_orphans
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
-from actors.jobs.work import WorkQueue
 from actors.slices.snapshots import Snapshots
-from tests.actors.api.serving import change_reliability, create, wait_for_end, working
+from tests.actors.api.serving import create, wait_for_end, working
 from tests.waiting import wait_for
 
 
@@ -64,11 +65,6 @@ def test_cancelling_stops_the_work(http, worker, engine):
     assert http.delete(f"/v1/videos/{running}").status_code == 200
 
 
-def test_cancelling_what_waits(http):
-    job = create(http).json()["id"]
-    assert http.post(f"/v1/videos/{job}/cancel").json()["error"]["code"] == "cancelled"
-
-
 def test_passed_deadline_stops_a_running_job(http, worker, engine):
     engine.go.clear()
     job = create(http, deadline=time.time() + 1.5).json()["id"]
@@ -95,27 +91,6 @@ def test_an_urgent_job_is_taken_when_all_places_are_taken(http, settings, engine
     assert later[0] == "u2" and sorted(later[1:]) == ["n2", "n3"]
 
 
-def test_a_lost_worker_s_job_is_done_by_another(http, settings, database, engine):
-    quick = change_reliability(settings, lease_s=2.0)
-    job = create(http).json()["id"]
-    queue = WorkQueue(database, reliability=quick.reliability)
-    assert queue.claim("lost").id == job  # This worker is never heard from again.
-    with working(quick, engine):
-        video = wait_for_end(http, job)
-    assert (video["status"], video["attempts"]) == ("completed", 2)
-
-
-def test_a_worker_that_leaves_gives_its_jobs_back(http, settings, engine):
-    engine.go.clear()
-    job = create(http).json()["id"]
-    with working(settings, engine):
-        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])
-    assert http.get(f"/v1/videos/{job}").json()["status"] == "queued"
-    engine.go.set()
-    with working(settings, engine, name="worker-2"):
-        assert wait_for_end(http, job)["attempts"] == 2
-
-
 def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, database, tmp_path):
     waiting, cancelled, deleted = (create(http).json()["id"] for _ in range(3))
     for job in (waiting, cancelled, deleted, "cat"):
@@ -136,3 +111,19 @@ def test_a_job_waits_for_a_worker_of_the_model_that_it_was_accepted_for(http, se
         assert JobStore(database).get(job).status == "queued"  # It came first, though.
     with working(settings, engine):
         assert wait_for_end(http, job)["status"] == "completed"
+
+
+def test_jobs_of_the_next_version_wait_for_its_worker_and_hold_up_no_other(http, settings, database, engine):
+    newer = {"version": 2}, {"camera_path": "orbit"}, {"frames": 2005}, {"cache": "teacache"}
+    *ids, other = (create(http).json()["id"] for _ in range(len(newer) + 1))
+    with database.write() as session:
+        for id_, fields in zip(ids, newer, strict=True):
+            job = session.scalars(select(Job).where(Job.id == id_)).one()
+            job.request = job.request | fields
+    with working(settings, engine) as worker:
+        assert wait_for_end(http, other)["status"] == "completed"
+        for id_, fields in zip(ids, newer, strict=True):
+            waiting = worker.store.get(id_)
+            assert (waiting.status, waiting.attempts) == ("queued", 0)
+            assert waiting.request.items() >= fields.items()
+    assert len(engine.requests) == 1

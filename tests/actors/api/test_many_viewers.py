@@ -15,20 +15,54 @@ import urllib.parse
 import httpx
 import psutil
 import pytest
+import uvicorn
 from sqlalchemy import update
 
+from actors.api.core.service import Service
+from actors.api.http.app import make_app
 from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job, StoredFragment
 from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
 from tests.actors.api.serving import bearer, change_limits, create
-from tests.actors.api.test_watching_restarts import Ingress
+from tests.actors.small_spec import SPEC
 from tests.waiting import wait_for
 from wan_tpu.media.boxes import make_box
 from wan_tpu.storage.opening import open_storage
 
 pytestmark = pytest.mark.soak
+
+
+def run_ingress(settings, port):
+    """Run an ingress: the body of a process."""
+    uvicorn.run(make_app(Service(settings, SPEC)), host="127.0.0.1", port=port, log_level="warning")
+
+
+class Ingress:
+    """An ingress in a process of its own."""
+
+    def __init__(self, settings):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        self._process = multiprocessing.get_context("spawn").Process(target=run_ingress, args=(settings, port))
+        self._process.start()
+        wait_for(self._answers)
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    def kill(self):
+        self._process.kill()
+        self._process.join()
+
+    def _answers(self):
+        try:
+            return httpx.get(f"{self.address}/health", timeout=60).status_code == 200
+        except httpx.TransportError:
+            return False
 
 
 @dataclasses.dataclass

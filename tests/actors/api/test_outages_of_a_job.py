@@ -8,8 +8,7 @@ from pathlib import Path
 
 from sqlalchemy import text
 
-from actors import retrying
-from actors.api.worker import job_files, job_worker
+from actors.api.worker import job_worker
 from actors.errors import PipelineNotFound
 from actors.jobs.work import WorkQueue
 from tests.actors.api.serving import change_reliability, create, wait_for_end, working
@@ -59,25 +58,6 @@ def unwritable(settings):
         aside.rename(place)
 
 
-def test_a_result_that_can_t_be_stored_for_a_while_costs_no_job(http, settings, engine, monkeypatch, caplog):
-    """A finished video isn't made again, and nothing else is begun that couldn't be stored either."""
-    monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr(job_files, "_LONGEST_PAUSE_S", 0.1)
-    engine.go.clear()
-    jobs = [create(http).json()["id"]]
-    with working(dataclasses.replace(settings, concurrency=1), engine):
-        wait_for(lambda: http.get(f"/v1/videos/{jobs[0]}").json()["step"])
-        with unwritable(settings):
-            engine.go.set()
-            jobs += [create(http, prompt=str(i)).json()["id"] for i in range(2)]
-            wait_for(lambda: caplog.text.count("not stored yet") > 12)  # More often than a read is tried.
-            statuses = [http.get(f"/v1/videos/{job}").json()["status"] for job in jobs]
-            assert (statuses, len(engine.requests)) == (["in_progress", "queued", "queued"], 1)
-        for job in jobs:
-            assert wait_for_end(http, job)["status"] == "completed"
-    assert len(engine.requests) == 3
-
-
 def test_nothing_is_begun_while_results_have_no_place(http, settings, engine, caplog):
     job = create(http).json()["id"]
     with unwritable(settings), working(settings, engine):
@@ -102,7 +82,7 @@ def test_nothing_is_begun_while_temporary_files_have_no_place(http, settings, en
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     """As many results as there are threads wait for a disk that hangs for longer than a lease lasts."""
     quick = change_reliability(dataclasses.replace(settings, concurrency=40), lease_s=20.0)
-    jobs = [create(http).json()["id"] for _ in range(40)]
+    jobs = [create(http, num_frames=1, num_inference_steps=1).json()["id"] for _ in range(40)]
     engine.go.clear()
     with working(quick, engine) as tools:
         wait_for(lambda: len(engine.requests) == len(jobs))

@@ -223,18 +223,6 @@ def test_a_preset_and_an_adapter_are_chosen(browser, settings, engine):
 
 
 @pytest.mark.long
-def test_an_image_is_dropped_and_cancelled(page, worker, engine):
-    engine.go.clear()
-    page.locator("[name=input_reference]").set_input_files(PHOTO)
-    sync_api.expect(page.get_by_alt_text("first frame: cat.png")).to_be_visible()
-    card = ask(page, "It moves")
-    sync_api.expect(card).to_contain_text("step 1")
-    card.get_by_role("button", name="Cancel").click()
-    sync_api.expect(card).to_contain_text("Cancelled.")
-    assert engine.requests[0].image is not None
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "parts", "image", "settings_of_it"),
     [

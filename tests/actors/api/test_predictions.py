@@ -1,6 +1,5 @@
 """What operators see predicted and measured of a service's stages."""
 
-import io
 import subprocess
 import sys
 
@@ -14,7 +13,7 @@ from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.planning.slice_description import describe_slice
 from cluster.layout import Layout
 from cluster.slice_spec import SliceSpec
-from tests.actors.api.serving import create, listening, open_client, wait_for_end, working
+from tests.actors.api.serving import create, data_url, listening, open_client, wait_for_end, working
 from tests.actors.small_spec import SPEC
 from tests.waiting import wait_for
 from tests.wan_tpu.plans import prediction
@@ -61,18 +60,19 @@ def shipped(tmp_path, monkeypatch):
 
 
 def test_state_has_predicted_beside_measured_seconds(settings, engine, shipped):
+    image = {"image_url": data_url(Image.new("RGB", (96, 64)))}
     app = make_app(Service(settings, SPEC), pools=predict(make_spec()))
     with listening(app) as address, working(settings, engine), open_client(address) as http:
         fresh = read_stages(http)
-        for frames in (9, 9, 13):
-            wait_for_end(http, create(http, num_frames=frames).json()["id"])
-        ended = wait_for(lambda: len(rows := [row for row in read_stages(http) if row["jobs"]]) == 2 * 4 and rows)
+        for fields in ({}, {}, {"num_frames": 13}, {"input_reference": image}):
+            wait_for_end(http, create(http, **fields).json()["id"])
+        ended = wait_for(lambda: len(rows := [row for row in read_stages(http) if row["jobs"]]) == 3 * 4 and rows)
     assert [(row["stage"], row["predicted_seconds"], row["measured_seconds"], row["jobs"]) for row in fresh] == [
         ("encoder", 1.5, None, 0),
         ("denoise_high", 4.25, None, 0),
         ("denoise_low", 4.25, None, 0),
     ]
-    usual, longer = ended[:4], ended[4:]
+    usual, others = ended[:4], ended[4:]
     assert {(row["pool"], row["slice"], row["video"]) for row in usual} == {("all", "v6e-8", USUAL)}
     # The engine says a quarter of a second for each of two steps, and for the encoder and the decoder.
     assert [(row["stage"], row["measured_seconds"], row["ratio"], row["jobs"]) for row in usual] == [
@@ -82,24 +82,10 @@ def test_state_has_predicted_beside_measured_seconds(settings, engine, shipped):
         ("decoder", 0.25, None, 2),
     ]
     assert [bool(row["note"]) for row in usual] == [False, False, False, True]
-    assert {(row["predicted_seconds"], row["ratio"], row["jobs"]) for row in longer} == {(None, None, 1)}
-    assert all("13 frames" in row["note"] and "v6e-8" in row["note"] for row in longer)
-
-
-def test_other_inputs_are_measured_but_not_predicted(settings, engine, shipped):
-    picture = io.BytesIO()
-    Image.new("RGB", (96, 64)).save(picture, "PNG")
-    app = make_app(Service(settings, SPEC), pools=predict(make_spec()))
-    with listening(app) as address, working(settings, engine), open_client(address) as http:
-        job = http.post(
-            "/v1/videos",
-            data={"prompt": "a cat", "num_frames": "9"},
-            files={"input_reference": ("a.png", picture.getvalue(), "image/png")},
-        ).json()
-        wait_for_end(http, job["id"])
-        measured = wait_for(lambda: [row for row in read_stages(http) if row["measured_seconds"]])
-    assert [row["stage"] for row in measured] == ["encoder", "denoise_high", "denoise_low", "decoder"]
-    assert all(row["predicted_seconds"] is None and row["note"] for row in measured)
+    assert {(row["predicted_seconds"], row["ratio"], row["jobs"]) for row in others} == {(None, None, 1)}
+    assert [row["stage"] for row in others] == ["encoder", "denoise_high", "denoise_low", "decoder"] * 2
+    assert all(row["note"] for row in others)
+    assert sum("13 frames" in row["note"] and "v6e-8" in row["note"] for row in others) == 4
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,10 @@ import pytest
 from PIL import Image
 
 from actors.errors import RequestFailed
-from actors.jobs.store import JobStore, open_database
-from actors.jobs.tables import File
 from tests.actors.api import serving
 from tests.actors.api.serving import change_reliability, create, open_client, serve, wait_for_end, working
 from tests.actors.api.test_extensions import content, extend, packets, wait_for_video
-from tests.actors.api.test_watching import decode_digests, watching
+from tests.actors.api.test_watching import list_frames, watching
 from tests.actors.small_spec import SOUND_SPEC, SmallSpec
 from tests.waiting import wait_for
 from wan_tpu.media.reading import read_frame
@@ -77,42 +75,6 @@ def test_a_continued_video_goes_on_for_several_segments(http, engine):
     assert (again["prompt"], again["next_prompts"], again["seconds"]) == ("otherwise", PROMPTS, "2.06")
 
 
-def test_no_finished_segment_is_made_again(settings, engine, database):
-    with serve(settings) as address, open_client(address) as http:
-        job = create(http, seed=5, next_prompts=PROMPTS).json()["id"]
-
-        def stop_in_segment(number):
-            wait_for(lambda: len(engine.requests) == number and engine.under_way == 1)
-            return http.get(f"/v1/videos/{job}").json()
-
-        generate = engine.generate
-
-        async def generate_until_second(plan, **options):
-            if len(engine.requests) == 1:
-                engine.go.clear()
-            return await generate(plan, **options)
-
-        engine.generate = generate_until_second
-        with working(settings, engine):
-            video = stop_in_segment(2)
-            assert (video["finished_segments"], video["status"]) == (1, "in_progress")
-            wait_for(lambda: 33 <= http.get(f"/v1/videos/{job}").json()["progress"] < 66)
-        stored = JobStore(database).get(job)
-        assert (stored.status, len(stored.segments)) == ("queued", 1)
-        engine.generate = generate
-        engine.go.set()
-        with working(settings, engine, name="worker-2"):
-            video = wait_for_end(http, job)
-        assert [request.prompt for request in engine.requests] == ["a cat", PROMPTS[0], *PROMPTS]
-        assert (video["status"], video["attempts"]) == ("completed", 2)
-        requests = [engine.requests[index] for index in (0, 2, 3)]
-        assert packets(content(http, video)) == list_packets(map(engine.video, requests))
-        with open_database(settings.database).read() as session:
-            files = session.query(File).where(File.job == job).all()
-    results = set(JobStore(database).get(job).results.values())
-    assert {file.name for file in files if file.delete_at is None} == results
-
-
 def test_a_job_that_makes_headway_is_not_given_up(settings, engine):
     limited = change_reliability(settings, pipeline_pause_s=0.1, job_attempts=2)
     generate, lost = engine.generate, set()
@@ -152,17 +114,11 @@ def test_a_model_that_sees_motion_gets_all_that_came_before(settings, engine):
         assert packets(content(http, video)) == list_packets(segments) and video["seconds"] == "1.69"
 
 
-def list_frames(stream):
-    """Return the time and digest of every frame that has arrived; the sound of a stream ends a packet earlier."""
-    return [line for line in decode_digests(stream) if line.startswith(b"0,")] if stream else []
-
-
-@pytest.mark.parametrize("spec", [serving.SPEC, SOUND_SPEC])
-def test_the_whole_is_streamed_though_its_worker_ends(settings, tmp_path, spec):
+def test_the_whole_is_streamed_though_its_worker_ends(settings, tmp_path):
     engine = serving.DecodingEngine(tmp_path)
-    engine.model = spec
-    frames = 32 if spec is serving.SPEC else 38  # Of the second segment; each segment has three fragments.
-    with serve(settings, spec) as address, open_client(address) as http:
+    engine.model = SOUND_SPEC
+    frames = 38  # Of the second segment; each segment has three fragments.
+    with serve(settings, SOUND_SPEC) as address, open_client(address) as http:
         job = create(http, num_frames=frames + 1, next_prompts=["on"], seed=3).json()["id"]
         with watching(http, job) as (_, viewer):
             engine.decoded.release(4)

@@ -42,14 +42,6 @@ def test_frames_that_differ_from_the_length_are_answered_with_a_warning(http):
     assert create(http, seconds=1, num_frames=17).json()["warnings"] == []
 
 
-def test_a_full_queue_says_when_to_come_back(settings):
-    with serve(dataclasses.replace(settings, queue_limit=2)) as address, open_client(address) as http:
-        assert [create(http).status_code for _ in range(3)] == [200, 200, 429]
-        refused = create(http)
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert 1 <= int(refused.headers["retry-after"]) <= 600
-
-
 def test_size_beyond_the_slices_is_refused_with_the_nearest_that_fits(settings):
     small = dataclasses.replace(settings, largest=((480, 832, 81),))
     with serve(small) as address, open_client(address) as http:
@@ -185,27 +177,6 @@ def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("num_frames", 12, r"\b12\b.*\b13\b"),
-        ("size", "1281x720", r"1281x720.*\b16\b"),
-        ("size", "16x16000", "height.*16000.*8192"),
-        ("seconds", "0", "seconds.*'0'"),
-    ],
-)
-def test_wrong_field_is_refused_under_its_name(refusing, field, value, message):
-    error = refusing.post("/v1/videos", json={"prompt": "x", field: value}).json()["error"]
-    assert error["param"] == field
-    assert re.search(message, error["message"])
-
-
-def test_a_model_that_needs_an_image_says_so(settings):
-    with serve(settings, published_spec("wan2.2-i2v-a14b")) as address, open_client(address) as http:
-        answer = create(http)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_reference")
-
-
-@pytest.mark.parametrize(
     ("name", "default", "sizes"),
     [
         ("hunyuanvideo1.5-480p-i2v", "848x480", ("640x640", "480x848", "1280x320")),
@@ -221,6 +192,7 @@ def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name
             response = create(http, input_reference=image).json()
             assert (response["size"], response["input_size"]) == (expected, f"{width}x{height}")
         assert create(http, input_reference=image, size="640x352").json()["size"] == "640x352"
+        assert create(http).json()["error"]["param"] == "input_reference"
 
 
 def test_largest_size_holds_for_one_that_follows_an_image(settings):
@@ -268,29 +240,17 @@ def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
     ("arguments", "status"),
     [
         ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
-        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
         ({"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400),
-        ({"content": b"prompt=x&seed=a", "headers": {"content-type": "application/x-www-form-urlencoded"}}, 400),
         ({"content": b"prompt=x", "headers": {"content-type": "text/plain"}}, 415),
         ({"content": b"x"}, 415),
         ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, 400),
         ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400),
         ({"data": {"prompt": "x"}, "files": {"input_reference": ("a.png", b"no image")}}, 400),
-        ({"data": {"prompt": "x"}, "files": {"another": ("a.png", b"x")}}, 400),
-        ({"data": {"prompt": "x" * 300_000}, "files": {"input_reference": ("a.png", b"x")}}, 400),
         ({"json": {"prompt": "x", "input_reference": {"image_url": "http://example.com/a.png"}}}, 400),
-        ({"json": {"prompt": "x", "input_reference": {"image_url": "https://127.0.0.1/a.png"}}}, 400),
-        ({"json": {"prompt": "x", "input_reference": {"image_url": "file:///etc/passwd"}}}, 400),
-        ({"json": {"prompt": "x", "input_reference": {"image_url": "data:image/png;base64,AAAA"}}}, 400),
-        ({"content": b'{"prompt": "\\ud800"}', "headers": {"content-type": "application/json"}}, 400),
         ({"json": {"prompt": "x", "webhook_url": "https://example.com/hook"}}, 400),
         ({"json": {"prompt": "x"}, "headers": {"Idempotency-Key": "k" * 256}}, 400),
         ({"json": {"prompt": "x"}, "headers": {"Idempotency-Key": b"a\x85b"}}, 400),
-        ({"json": {"prompt": "\0"}}, 400),
-        ({"data": {"prompt": "\0"}, "files": {"negative_prompt": (None, "x")}}, 400),
-        ({"json": {"prompt": "x", "webhook_url": "https://example.com/#\0"}}, 400),
         ({"content": b'{"prompt": "x", "\\ud800": 1}', "headers": {"content-type": "application/json"}}, 400),
-        ({"content": b'{"\\u0000": 1}', "headers": {"content-type": "application/json"}}, 400),
     ],
 )
 def test_unusable_body_is_refused_and_nothing_breaks(refusing, arguments, status):
@@ -303,18 +263,3 @@ def test_unusable_body_is_refused_and_nothing_breaks(refusing, arguments, status
 @pytest.mark.parametrize("path", ["/v1/videos/%00", "/v1/videos?after=%00", "/v1/videos?after=%ed%a0%80"])
 def test_no_part_of_an_address_reaches_the_database_unchecked(refusing, path):
     assert refusing.get(path).status_code == 404
-
-
-def test_bodies_end_where_they_must(settings):
-    limits = dataclasses.replace(settings.limits, image_bytes=100_000, video_bytes=100_000)
-    with serve(dataclasses.replace(settings, limits=limits)) as address, open_client(address) as http:
-
-        def endless():
-            for _ in range(200):
-                yield b"x" * 65536
-
-        for arguments in ({"content": endless()}, {"content": b"x" * 2_000_000}):
-            answer = http.post("/v1/videos", headers={"content-type": "application/json"}, **arguments)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
-        big = {"input_reference": ("a.png", b"x" * 200_000)}
-        assert http.post("/v1/videos", data={"prompt": "x"}, files=big).status_code == 400

@@ -25,19 +25,6 @@ def test_a_bucket_admits_its_burst_and_then_its_rate(clock):
     assert buckets.take("ann", 5.0) == (0.0, 10.0)
 
 
-def test_a_bucket_that_gains_a_token_slower_than_its_burst_holds_one(clock):
-    buckets = TokenBuckets(burst_s=10.0)
-    assert [buckets.take("ann", 60.0) for _ in range(2)] == [(0.0, 60.0), (60.0, 60.0)]
-
-
-def test_several_tokens_are_owed_until_they_are_gained_or_given_back(clock):
-    buckets = TokenBuckets(burst_s=10.0)
-    assert buckets.take("ann", 5.0, 30) == (0.0, 150.0)
-    assert buckets.take("ann", 5.0)[0] == 145.0
-    buckets.give_back("ann", 150.0)
-    assert buckets.take("ann", 5.0)[0] == 0.0
-
-
 def test_what_is_taken_in_any_case_says_how_long_it_is_owed(clock):
     buckets = TokenBuckets(burst_s=2.0)
     assert [buckets.overdraw("ann", 1.5) for _ in range(2)] == [0.0, 1.0]

@@ -4,36 +4,16 @@ import dataclasses
 import errno
 from pathlib import Path
 
-import av
 import imageio_ffmpeg
 import pytest
 
 from actors.api.worker import making
 from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
-from actors.jobs.stored_request import count_segments
 from tests.actors.api.serving import bearer, change_reliability, create, open_client, serve, wait_for_end, working
-from tests.actors.api.test_extensions import content, packets
-from tests.actors.api.test_segments import PROMPTS, list_packets
+from tests.actors.api.test_extensions import content
+from tests.actors.api.test_segments import PROMPTS
 from tests.waiting import wait_for
-
-
-def test_a_plain_job_begins_after_a_segment_of_others_and_not_after_all_of_them(settings, engine, database):
-    ann, bob = (bearer(make_key(database, name)) for name in ("ann", "bob"))
-    engine.go.clear()
-    with serve(settings) as address, open_client(address) as http:
-        long = [create(http, ann, prompt="long", next_prompts=["on"] * 29).json()["id"] for _ in range(2)]
-        with working(dataclasses.replace(settings, concurrency=2), engine):
-            wait_for(lambda: len(engine.requests) == 2)
-            plain = create(http, bob, prompt="plain").json()["id"]
-            engine.go.set()
-            wait_for(lambda: "plain" in [request.prompt for request in engine.requests])
-            before = [request.prompt for request in engine.requests].index("plain")
-            for job in long:
-                http.post(f"/v1/videos/{job}/cancel", headers=ann).raise_for_status()
-            wait_for(lambda: http.get(f"/v1/videos/{plain}", headers=bob).json()["status"] == "completed")
-    # Each place had a segment; the other place may have begun another one before the plain job was seen to wait.
-    assert before <= 3
 
 
 def test_segments_of_two_owners_alternate_on_one_place(settings, engine, database):
@@ -76,7 +56,6 @@ exec {ffmpeg} "$@"
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(making, "_JOIN_PAUSES_S", (0.05,))
     monkeypatch.setattr(making, "_PICTURE_PAUSES_S", (0.05,))
 
 
@@ -85,31 +64,7 @@ NO_THREAD = "echo '[h264 @ 0x5] pthread_create() failed: Resource temporarily un
 FAILURES = {"killed": "kill -9 $$", "no thread": NO_THREAD}
 
 
-class FullDisk:
-    """A disk without room for the next `most` joined files."""
-
-    def __init__(self, monkeypatch, most=10**6):
-        self.most, self.count, self._open = most, 0, av.open
-        monkeypatch.setattr(av, "open", self.open)
-
-    def open(self, file, mode=None, **options):
-        if mode == "w" and str(file).endswith("joined.mp4") and self.count < self.most:
-            self.count += 1
-            raise av.error.OSError(errno.ENOSPC, "No space left on device", file)
-        return self._open(file, mode, **options)
-
-
-def test_a_join_that_fails_is_done_again_and_no_segment_is(settings, engine, monkeypatch, quick):
-    failing = FullDisk(monkeypatch, 5)  # Two tries in each of two attempts fail, and the first of the third one.
-    limited = change_reliability(settings, pipeline_pause_s=0.1)
-    with serve(settings) as address, open_client(address) as http, working(limited, engine):
-        job = create(http, next_prompts=PROMPTS).json()["id"]
-        assert wait_for_end(http, job)["status"] == "completed"
-        assert failing.count == 5 and len(engine.requests) == 3
-        assert packets(content(http, {"id": job})) == list_packets(map(engine.video, engine.requests))
-
-
-@pytest.mark.parametrize(("later", "failure"), [([], "killed"), ([], "no thread"), (PROMPTS, "no thread")])
+@pytest.mark.parametrize(("later", "failure"), [([], "killed"), (PROMPTS, "no thread")])
 def test_a_video_is_complete_without_thumbnails_that_can_not_be_made(
     settings, engine, monkeypatch, quick, tmp_path, later, failure
 ):
@@ -132,21 +87,6 @@ def test_a_shortage_between_segments_costs_none(settings, engine, database, monk
         assert failing.count >= 4 and len(engine.requests) == 1
         failing.mend()
         assert wait_for_end(http, job)["status"] == "completed" and len(engine.requests) == 3
-
-
-def test_a_worker_that_ends_before_the_join_costs_no_segment(settings, engine, database, monkeypatch):
-    failing = FullDisk(monkeypatch)
-    with serve(settings) as address, open_client(address) as http:
-        job = create(http, next_prompts=PROMPTS).json()["id"]
-        with working(settings, engine):
-            wait_for(lambda: failing.count)
-        stored = JobStore(database).get(job)
-        assert (stored.status, len(stored.segments), stored.segments_left) == ("queued", 2, 0)
-        assert count_segments(stored.request) == 3 and set(stored.last_segment) >= {"video"}
-        failing.most = 0
-        with working(settings, engine):
-            assert wait_for_end(http, job)["status"] == "completed"
-    assert len(engine.requests) == 3
 
 
 def test_a_temporary_disk_that_is_full_costs_no_segment(settings, engine, database, monkeypatch, quick):

@@ -83,13 +83,6 @@ def test_a_preview_that_is_written_late_is_deleted_too(settings, engine, databas
             assert left and left <= set(session.scalars(select(File.name)))  # They are deleted when they are due.
 
 
-def test_waiting_video_has_no_preview_yet(settings, engine):
-    with serve(settings, engine.model) as address, open_client(address) as http:
-        job = create(http).json()["id"]
-        answer = http.get(f"/v1/videos/{job}/content?variant=preview")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "variant_not_found")
-
-
 def test_preview_that_cannot_be_stored_fails_no_video(settings, engine):
     engine.previews = {1: "no bytes", 2: jpeg("red")}
     with working(settings, engine), serve(settings, engine.model) as address, open_client(address) as http:

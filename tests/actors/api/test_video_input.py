@@ -164,17 +164,6 @@ def test_what_cant_be_is_refused(http, settings, mp4):
         assert error["param"] == "video" and "wan2.1-t2v-14b" in error["message"]
 
 
-def test_a_job_of_a_later_version_is_left_alone_by_an_earlier_one(http, mp4, database, engine):
-    engine.go.clear()
-    create(http, video=data_url(mp4, MP4))
-    wait_for(lambda: engine.requests)
-    with database.read() as session:
-        from actors.jobs.tables import Job
-
-        assert "video_size" in session.query(Job).one().request  # Unknown to it, so that it leaves the job alone.
-    engine.go.set()
-
-
 def read(content, *, limits=ServiceLimits(), convert=False):  # noqa: B008 (frozen)
     """Have a reading process cut a video, or convert all of it."""
 

@@ -99,20 +99,6 @@ def test_stream_that_lacks_a_fragment_at_the_end_is_cut(http, settings, database
         assert viewer.end() == (PARTS[0], True)
 
 
-def test_abandoned_stream_is_cut_at_once_and_whoever_has_nothing_gets_the_file(http, settings, claim):
-    queue, claimed = claim()
-    name = publish(queue, settings, claimed, 0, PARTS[0])
-    with watching(http, claimed.id) as (_, early):
-        assert receives(early, PARTS[:1])
-        queue.abandon_fragments(claimed)
-        assert early.end() == (PARTS[0], True)
-        with watching(http, claimed.id) as (_, late):
-            time.sleep(0.4)
-            assert (late.received, open_storage(settings.storage).has(name)) == (b"", True)
-            complete(queue, settings, claimed, watchable=False)
-            assert late.end() == (b"the whole file", False)
-
-
 @contextlib.contextmanager
 def missing(database, table):
     """Rename a table until the block ends, so that queries of it fail."""
@@ -165,16 +151,3 @@ def test_job_counts_as_watched_for_as_long_as_somebody_watches(http, database, m
     last = store.get(job).watched_at
     time.sleep(0.5)
     assert store.get(job).watched_at == last
-
-
-def test_signatures_know_a_stream_that_waits(http, monkeypatch, tmp_path):
-    monkeypatch.setattr(watching_module, "_SILENCE_S", 0.05)
-    job = create(http).json()["id"]
-    with watching(http, job) as (_, viewer):
-        wait_for(lambda: viewer.received.count(FREE) >= 2)
-        http.delete(f"/v1/videos/{job}").raise_for_status()
-        received, cut = viewer.end()
-    # https://mimesniff.spec.whatwg.org/#signature-for-mp4
-    size = int.from_bytes(received[:4])
-    assert cut and len(received) >= size == 28 and received[4:8] == b"ftyp"
-    assert any(received[at : at + 3] == b"mp4" for at in (8, *range(16, size, 4)))

@@ -21,7 +21,6 @@ from actors.jobs.tables import StoredFragment
 from actors.jobs.work import WorkQueue
 from tests.actors.api import serving
 from tests.actors.api.serving import bearer, create, open_client, serve, wait_for_end, working
-from tests.actors.api.test_outages_of_a_job import unwritable
 from tests.waiting import wait_for
 from wan_tpu.media.boxes import FREE, list_boxes
 from wan_tpu.media.fragments import FragmentSplitter
@@ -124,35 +123,6 @@ def test_video_is_watched_while_it_is_decoded(http, settings, engine, worker):
     assert open_storage(settings.storage).list() == {}
 
 
-def test_job_that_nobody_watches_stores_no_fragments(http, settings, engine, worker):
-    engine.decoded.release(5)
-    job = create(http, num_frames=FRAMES).json()["id"]
-    assert wait_for_end(http, job)["status"] == "completed"
-    assert list_stored_fragments(settings) == []
-
-
-def test_late_viewer_sees_everything_at_any_ingress(http, settings, engine, worker):
-    engine.decoded.release(3)
-    job = create(http, num_frames=FRAMES).json()["id"]
-    wait_for(lambda: len(engine.fragments[job]) == 3)
-    with serve(settings) as other, open_client(other) as client:
-        with watching(http, job) as (_, first), watching(client, job) as (_, second):
-            for viewer in (first, second):
-                wait_for(lambda viewer=viewer: media_of(viewer.received) == media_of(*engine.fragments[job]))
-            engine.decoded.release(2)
-            ends = [first.end(), second.end()]
-        assert ends[0] == ends[1]
-        assert (media_of(ends[0][0]), ends[0][1]) == (media_of(*engine.fragments[job]), False)
-
-
-def test_engine_without_fragments_sends_the_finished_file(http, settings, tmp_path):
-    engine = serving.Engine(tmp_path / "frames")
-    engine.go.clear()
-    with working(settings, engine), watching(http) as (job, viewer):
-        engine.go.set()
-        assert viewer.end() == (http.get(f"/v1/videos/{job}/content").content, False)
-
-
 @pytest.mark.parametrize("streams", [True, False])
 def test_silent_answer_brings_empty_boxes_and_stays_a_valid_file(http, settings, tmp_path, monkeypatch, streams):
     monkeypatch.setattr(watching_module, "_SILENCE_S", 0.05)
@@ -170,19 +140,12 @@ def test_silent_answer_brings_empty_boxes_and_stays_a_valid_file(http, settings,
     kinds = [box.kind for box in list_boxes(content)]
     # A program knows an mp4 by its first box, of which a file has one.
     assert (kinds[:3], kinds.count(b"ftyp")) == ([b"ftyp", b"free", b"free"], 1)
+    # https://mimesniff.spec.whatwg.org/#signature-for-mp4
+    size = int.from_bytes(content[:4])
+    assert size == 28 and any(content[at : at + 3] == b"mp4" for at in (8, *range(16, size, 4)))
     assert (cut, count_frames(content)) == (False, FRAMES)
     if streams:
         assert media_of(content.replace(FREE, b"")) == media_of(*engine.fragments[job])
-
-
-def test_lost_decoder_continues_at_the_byte_where_it_was(http, engine, worker):
-    engine.losses = 1
-    engine.decoded.release(2)
-    with watching(http) as (job, viewer):
-        wait_for(lambda: viewer.received)
-        engine.decoded.release(7)
-        content, cut = viewer.end()
-    assert (media_of(content), cut) == (media_of(*engine.fragments[job][4:]), False)
 
 
 def test_other_pictures_never_follow_after_a_loss(http, engine, worker, caplog):
@@ -201,8 +164,7 @@ def test_other_pictures_never_follow_after_a_loss(http, engine, worker, caplog):
     ]
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_killed_worker_s_successor_continues_only_the_same_bytes(http, settings, database, engine, same, caplog):
+def test_killed_worker_s_successor_never_continues_with_other_bytes(http, settings, database, engine, caplog):
     caplog.set_level(logging.INFO, "actors")
     quick = serving.change_reliability(settings, lease_s=5.0)
     engine.decoded.release()
@@ -210,7 +172,7 @@ def test_killed_worker_s_successor_continues_only_the_same_bytes(http, settings,
         wait_for(lambda: viewer.received)  # Who has nothing when a video ends gets its file instead.
         engine.decoded.release(4)
         contents = FragmentSplitter().add(viewer.end()[0])
-    job = create(http, num_frames=FRAMES, seed=3 if same else 4).json()["id"]
+    job = create(http, num_frames=FRAMES, seed=4).json()["id"]
     queue = WorkQueue(database, reliability=quick.reliability)
     killed = queue.claim("killed")  # It is never heard of again after its second fragment.
     for number, content in enumerate(contents[:2]):
@@ -221,10 +183,10 @@ def test_killed_worker_s_successor_continues_only_the_same_bytes(http, settings,
         with working(quick, engine):
             content, cut = viewer.end()
             assert wait_for_end(http, job)["attempts"] == 2
-    assert [record.fields["reason"] for record in caplog.records if record.getMessage() == "download cut"] == (
-        [] if same else ["the video was decoded again, with other bytes"]
-    )
-    assert (content, cut) == (b"".join(contents if same else contents[:2]), not same)
+    assert [record.fields["reason"] for record in caplog.records if record.getMessage() == "download cut"] == [
+        "the video was decoded again, with other bytes"
+    ]
+    assert (content, cut) == (b"".join(contents[:2]), True)
 
 
 def publish(queue, settings, claimed, number, content):
@@ -238,18 +200,6 @@ def publish(queue, settings, claimed, number, content):
     return name
 
 
-def test_storage_that_fails_ends_the_stream_and_not_the_job(http, settings, engine, worker, caplog):
-    engine.decoded.release()
-    with watching(http) as (job, viewer):
-        wait_for(lambda: viewer.received)
-        with unwritable(settings):
-            engine.decoded.release(4)
-            received, cut = viewer.end()
-        assert (media_of(received), cut) == (media_of(engine.fragments[job][0]), True)
-        assert wait_for_end(http, job)["status"] == "completed"
-    assert "fragments end" in caplog.text
-
-
 def decode_digests(content):
     """Return the time and digest of every frame."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", "-", "-map", "0:v", "-f", "framehash", "-"]
@@ -257,16 +207,17 @@ def decode_digests(content):
     return [line.replace(b" ", b"") for line in lines if line[:1] != b"#"]
 
 
-@pytest.mark.parametrize("end", ["cancel", "failure"])
-def test_video_that_fails_cuts_its_stream(http, engine, worker, end):
+def list_frames(stream):
+    """Return the digests of the frames so far; the sound of a stream may end a packet earlier than the file's."""
+    return [line for line in decode_digests(stream) if line.startswith(b"0,")] if stream else []
+
+
+def test_video_that_fails_cuts_its_stream(http, engine, worker):
     engine.decoded.release()
     with watching(http) as (job, viewer):
         wait_for(lambda: viewer.received)
-        if end == "cancel":
-            http.post(f"/v1/videos/{job}/cancel").raise_for_status()
-        else:
-            engine.failure = RuntimeError("a bug")
-            engine.decoded.release()
+        engine.failure = RuntimeError("a bug")
+        engine.decoded.release()
         content, cut = viewer.end()
         assert (media_of(content), cut) == (media_of(engine.fragments[job][0]), True)
     answer = http.get(f"/v1/videos/{job}/content", params={"stream": 1})

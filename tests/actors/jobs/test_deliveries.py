@@ -60,13 +60,3 @@ def test_recent_jobs_are_those_that_completed_the_latest_first(database):
         ids.append(leased.id)
     store.cancel(submit(database).id)
     assert [job.id for job in store.list_recent(2)] == ids[:0:-1]
-
-
-def test_positions_of_many_are_those_of_each(database):
-    store = JobStore(database)
-    for i in range(12):
-        store.submit(Job(owner=f"o{i % 3}", request={"n": i}, priority=i % 2))
-    WorkQueue(database).claim("w")
-    page = store.list(limit=20).jobs
-    assert [job.position for job in page] == [store.look(job.id).position for job in page]
-    assert sorted(job.position for job in page if job.status == "queued") == list(range(11))

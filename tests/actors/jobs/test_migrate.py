@@ -63,7 +63,9 @@ def test_the_queue_and_the_lists_are_read_from_indexes(database):
 
 
 def test_an_older_database_keeps_its_jobs_and_keys_and_gets_what_is_new(empty):
-    schema = Path(__file__).with_name(f"schema_0001.{'postgresql' if empty.postgresql else 'sqlite'}.sql").read_text()
+    schema = Path(__file__).with_name("schema_0001.sql").read_text()
+    if empty.postgresql:
+        schema = schema.replace("INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT", "BIGSERIAL NOT NULL PRIMARY KEY")
     with empty.write() as session:
         for statement in filter(str.strip, schema.split(";")):
             session.execute(text(statement))

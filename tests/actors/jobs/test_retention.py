@@ -89,13 +89,6 @@ def test_a_job_that_goes_takes_all_its_files(is_deleted, database, storage):
     assert Retention(database, storage).sweep() == (0, 0)
 
 
-def test_an_upload_that_became_no_job_is_removed(database, storage):
-    Retention(database, storage, AT_ONCE).reserve("inputs/b.png", "", 1)
-    storage.write("inputs/b.png", b"image")
-    assert Retention(database, storage).sweep() == (0, 1)
-    assert storage.list() == {}
-
-
 def test_a_released_upload_is_gone_unless_a_job_has_it(database, storage):
     retention, store = Retention(database, storage), JobStore(database)
     for name in ("inputs/free.png", "inputs/taken.png"):

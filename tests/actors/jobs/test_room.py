@@ -16,19 +16,6 @@ def chain(segments, owner="ann", **options):
     return Job(owner=owner, request={"next_prompts": ["on"] * (segments - 1)}, **options)
 
 
-def test_own_limit_counts_segments(store):
-    room = Room(queue=100, owner=5)
-    store.submit(chain(3), room=room)
-    with pytest.raises(QueueFull):
-        store.submit(chain(3), room=room)
-    with pytest.raises(QueueFull):
-        store.check_room("ann", None, room, None, 3)
-    store.submit(chain(2), room=room)
-    with pytest.raises(QueueFull):
-        store.submit(chain(1), room=room)
-    store.submit(chain(5, "bob"), room=room)
-
-
 def test_finished_segments_leave_room(store, work):
     room = Room(owner=3)
     store.submit(chain(3), room=room)
@@ -59,17 +46,6 @@ def test_more_segments_than_may_ever_wait_are_the_request_s_fault(store, room):
         store.submit(chain(5), room=room)
     assert refused.value.field == "next_prompts"
     store.submit(chain(4), room=room)
-
-
-def test_jobs_of_a_model_that_is_not_served_take_no_room(store):
-    for _ in range(3):
-        store.submit(chain(2, model="old"))
-    room = Room(queue=4, owner=2)
-    store.submit(chain(1, model="new"), room=room)
-    store.check_room("ann", None, room, "new")
-    with pytest.raises(QueueFull):
-        store.check_room("ann", None, room, "old")
-    assert [turn.segments_left for turn in store.list_turns("new")[1]] == [1]
 
 
 def test_room_and_turns_are_read_from_an_index(database, store):

@@ -4,14 +4,14 @@ import dataclasses
 import time
 
 import pytest
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import func, select, update
 
 from actors.jobs.errors import LeaseLost
 from actors.jobs.retention import Retention
 from actors.jobs.store import make_private_key
 from actors.jobs.tables import File, Job, StoredFragment
 from actors.jobs.values import JobSettings
-from actors.jobs.watching import RENEW_S, Watched, begin_to_watch, list_fragments, look_at_watched, share
+from actors.jobs.watching import RENEW_S, Watched, list_fragments, look_at_watched, share
 from actors.jobs.work import WorkQueue
 from tests.actors.jobs.submitting import ask
 from wan_tpu.storage.opening import open_storage
@@ -38,21 +38,6 @@ def change(database, statement):
         session.execute(statement)
 
 
-def test_worker_learns_with_its_lease_that_somebody_watches(database, store, work):
-    job = ask(store)
-    leased = work.claim("w")
-    work.renew_lease(leased)
-    assert leased.watched_at is None
-    begin_to_watch(database, job.id)
-    work.renew_lease(leased)
-    first = leased.watched_at
-    assert first is not None
-    begin_to_watch(database, job.id)
-    assert store.get(job.id).watched_at == first
-    work.release(leased)
-    assert work.claim("another").watched_at == first
-
-
 def test_fragments_of_the_latest_run_are_listed_in_order(database, store, work):
     job = ask(store)
     leased = work.claim("w")
@@ -68,23 +53,6 @@ def test_fragments_of_the_latest_run_are_listed_in_order(database, store, work):
     assert [fragment.name for fragment in list_fragments(database, job.id)] == [name]
     with pytest.raises(LeaseLost):
         publish(work, leased, 0, 2)
-
-
-@pytest.mark.parametrize("watchable", [True, False])
-def test_completed_job_says_whether_its_fragments_are_whole(database, store, work, watchable):
-    leased = work.claim("w") if ask(store) else None
-    publish(work, leased, 0, 0)
-    work.complete(leased, {}, watchable=watchable)
-    seen = look(database, leased.id)[leased.id]
-    assert seen.has_ended and seen.fragments == (1 if watchable else None)
-
-
-def test_abandoned_fragments_are_no_longer_shown(database, store, work):
-    ask(store)
-    leased = work.claim("w")
-    publish(work, leased, 0, 0)
-    work.abandon_fragments(leased)
-    assert look(database, leased.id)[leased.id].fragments is None
 
 
 def test_fragments_outlive_their_job_s_end_for_a_while_but_not_its_deletion(database, store, tmp_path):
@@ -122,15 +90,6 @@ def test_only_new_fragments_are_read_until_a_later_run_begins(database, store, w
     names = [publish(work, leased, 1, number) for number in range(2)]
     latest = look(database, leased.id, seen={leased.id: later})[leased.id].stored
     assert [row.name for row in latest.rows] == names and len(later.stored.rows) == 3
-
-
-@pytest.mark.parametrize(("removed", "expected"), [(0, []), (1, [0]), (3, [0, 1, 2])])
-def test_fragments_after_a_gap_are_not_listed(database, store, work, removed, expected):
-    leased = work.claim("w") if ask(store) else None
-    names = [publish(work, leased, 0, number) for number in range(4)]
-    change(database, delete(StoredFragment).where(StoredFragment.name == names[removed]))
-    stored = look(database, leased.id)[leased.id].stored
-    assert ([row.number for row in stored.rows], stored.has_gap) == (expected, removed != 3)
 
 
 def test_jobs_are_kept_watched_until_they_end_and_by_one_ingress_at_a_time(database, store, work):

@@ -10,7 +10,6 @@ from actors.jobs.database import Database
 from actors.jobs.ending import expire_files
 from actors.jobs.errors import LeaseLost
 from actors.jobs.retention import Retention
-from actors.jobs.stored_request import Redo
 from actors.jobs.tables import ApiKey, File, Job, _ProgressColumn
 from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
@@ -18,11 +17,6 @@ from actors.reliability import ReliabilitySettings
 from tests.actors.jobs.submitting import ask, claim_all
 
 SHORT = ReliabilitySettings(lease_s=0.05, worker_attempts=3)
-
-
-def test_nothing_to_do(work):
-    assert work.claim("w") is None
-    assert work.requeue_lost() == []
 
 
 def test_a_job_from_claim_to_completion(store, work):
@@ -57,44 +51,18 @@ def test_progress_is_stored_in_the_keys_that_an_earlier_version_reads(store, wor
     assert set(stored) == {"stage", "step", "steps", "percent", "eta_s"}  # of fe62a584
 
 
-def test_a_job_that_fails_says_why(store, work):
-    ask(store)
-    leased = work.claim("w")
-    leased.spend("denoise_high", 2.5, chips=2)
-    ended = work.fail(leased, "unhealthy", "the video is NaN\x00")
-    assert (ended.status, ended.error_code, ended.error_message) == ("failed", "unhealthy", "the video is NaN")
-    assert ended.chip_seconds == 5.0
-
-
-def test_name_announced_again_is_announced_once(store, work):
-    """This happens after a commit whose answer was lost, and used to fail a finished job."""
-    ask(store)
-    leased = work.claim("w")
-    for _ in range(2):
-        work.announce(leased, dict.fromkeys(["a", "b"], 1))
-    assert work.complete(leased, {"video": "a"}).results == {"video": "a"}
-
-
-def test_segments_are_kept_though_a_worker_of_an_earlier_version_has_let_them_expire(store, database, work):
-    ask(store)
+def test_files_are_kept_though_a_worker_of_an_earlier_version_has_let_them_expire(store, database, work):
+    Retention(database, None).reserve("reference", "ann", 1)
+    store.submit(Job(owner="ann", request={"prompt": "a", "reference_files": ["reference"]}))
     leased = work.claim("new")
     work.announce(leased, dict.fromkeys(["segment", "end"], 1))
     work.keep_segment(leased, 0, "segment", "end")
     work.release(leased)
     with database.write() as session:  # During an upgrade it claims the job, too, and gives it back.
         expire_files(session, leased.id, time.time() + 3600)
-    assert store.count_jobs().files_pending_deletion == 2
-    assert work.claim("new").segments == ["segment"]
-    assert store.count_jobs().files_pending_deletion == 0
-
-
-def test_inputs_are_kept_though_a_worker_of_an_earlier_version_has_let_them_expire(store, database, work):
-    Retention(database, None).reserve("reference", "ann", 1)
-    store.submit(Job(owner="ann", request={"prompt": "a", "reference_files": ["reference"]}))
-    work.release(leased := work.claim("new"))
-    with database.write() as session:  # It doesn't know references.
-        expire_files(session, leased.id, time.time() + 3600)
-    assert work.claim("new").inputs == ["reference"]
+    assert store.count_jobs().files_pending_deletion == 3
+    again = work.claim("new")
+    assert (again.segments, again.inputs) == (["segment"], ["reference"])
     assert store.count_jobs().files_pending_deletion == 0
 
 
@@ -123,27 +91,6 @@ def test_only_what_is_more_urgent_is_claimed_when_that_is_asked_for(store, work)
     assert work.claim("w", above=2).request["prompt"] == "urgent"
     assert work.claim("w", above=2) is None
     assert claim_all(work) == ["as urgent"]
-
-
-def test_later_owner_doesn_t_wait_for_all_jobs_of_earlier_ones(store, work):
-    for number in range(6):
-        ask(store, "ann", f"a{number}")
-    for _ in range(3):
-        work.claim("w")
-    ask(store, "bob", "b0")
-    ask(store, "bob", "b1")
-    assert claim_all(work) == ["a3", "b0", "a4", "b1", "a5"]
-
-
-def test_requeued_job_gives_nobody_else_an_early_round(store, work):
-    for number in range(4):
-        ask(store, "ann", f"a{number}")
-    first = work.claim("w")
-    work.claim("w")
-    work.release(first)
-    for number in range(3):
-        ask(store, "bob", f"b{number}")
-    assert claim_all(work) == ["a0", "a2", "b0", "a3", "b1", "b2"]
 
 
 def test_a_silent_worker_loses_its_job_to_the_next(store, database, work):
@@ -282,12 +229,6 @@ def test_a_job_is_made_by_the_model_that_it_was_accepted_for(store, work):
     assert work.claim("w", model="other").request["model"] == "other"
 
 
-def test_job_that_an_older_program_accepted_is_claimed_for_its_model_only(store, work):
-    store.submit(Job(owner="ann", request={"prompt": "old", "model": "a"}))
-    assert work.claim("w", model="b") is None
-    assert work.claim("w", model="a").request["prompt"] == "old"
-
-
 def chain(name, segments):
     """Return a request of several segments."""
     return {"prompt": name, "next_prompts": [f"{name}{index}" for index in range(1, segments)]}
@@ -300,25 +241,6 @@ def make_segment(work, job):
     work.announce(job, {name: 1})
     work.keep_segment(job, index, name, None)
     return work.give_way(job)
-
-
-def test_a_job_of_many_segments_gives_way_to_other_owners_after_each(store, work):
-    for name in ("a", "A"):
-        store.submit(Job(owner="ann", request=chain(name, 30)))
-    first, second = work.claim("w"), work.claim("w")
-    assert not make_segment(work, first) and not make_segment(work, second)  # Nobody else waits.
-    ask(store, "bob", "b")
-    store.submit(Job(owner="cem", request=chain("c", 3)))
-    assert make_segment(work, first) and make_segment(work, second)
-    order = []
-    while len(order) < 6:  # One place, whose jobs take turns.
-        leased = work.claim("w")
-        order.append(leased.request["prompt"])
-        if leased.segments_left == 1:
-            work.fail(leased, "cancelled", "")
-        else:
-            assert make_segment(work, leased)
-    assert order == ["b", "c", "a", "c", "a", "c"]
 
 
 def take_turns(work, turns):
@@ -394,15 +316,6 @@ def test_nobody_gives_way_to_a_job_that_could_not_run(store, database, work):
     assert make_segment(work, leased)
 
 
-def test_a_job_of_a_later_version_waits_and_holds_up_nobody(store, database, work):
-    newer = [ask(store, "ann", "newer"), ask(store, "bob", "newer")]
-    ask(store, "bob", "b")
-    can_run = lambda job: job.request["prompt"] != "newer"  # noqa: E731
-    assert [work.claim("old", can_run=can_run).request["prompt"], work.claim("old", can_run=can_run)] == ["b", None]
-    assert [(job.status, job.attempts) for job in map(store.get, (job.id for job in newer))] == [("queued", 0)] * 2
-    assert claim_all(WorkQueue(database)) == ["newer", "newer"]
-
-
 def test_a_clock_that_is_set_forward_takes_no_job_from_a_worker_that_lives(store, database, monkeypatch):
     job, late = ask(store), ask(store, "bob")
     quick = ReliabilitySettings(renewal_s=0.1)
@@ -416,17 +329,6 @@ def test_a_clock_that_is_set_forward_takes_no_job_from_a_worker_that_lives(store
     time.sleep(0.4)
     assert checker.requeue_lost() == [late.id]
     assert store.get(job.id).losses == 0
-
-
-def test_what_may_still_be_written_is_not_deleted_before(store, database, work):
-    job = ask(store)
-    leased = work.claim("w")
-    work.announce(leased, dict.fromkeys(["video", "fragment", "late"], 1))
-    work.complete(leased, {"video": "video"}, unwritten=["late"])
-    store.delete(job.id)
-    with database.read() as session:
-        due = {file.name: file.delete_at - time.time() for file in session.scalars(select(File))}
-    assert due.pop("late") > 3000 and max(due.values()) < 60 and len(due) == 2
 
 
 def test_ends_of_segments_stay_when_their_job_gives_way_and_go_when_it_fails(store, database, work):
@@ -448,25 +350,6 @@ def test_ends_of_segments_stay_when_their_job_gives_way_and_go_when_it_fails(sto
     assert work.fail(leased, "invalid", "it can't be made").results == {"preview": "preview"}
     with database.read() as session:
         assert session.scalars(select(File.name).where(File.delete_at.is_(None))).all() == ["preview"]
-
-
-@pytest.mark.parametrize("segment", [1, 2, 3])
-def test_what_another_job_has_made_is_not_left_to_be_made(segment, store, database, work):
-    names = ["p1", "p2", "p3"]
-    with database.write() as session:
-        session.add_all([File(name=name, job="other") for name in (*names, "e1", "e2")])
-    parts = tuple(None if index == segment else name for index, name in enumerate(names, 1))
-    again = chain("a", 3) | {"redo": Redo(segment, 7, parts, ("e1", "e2")).to_stored()}
-    job = Job(owner="ann", request=again, segments=names[: segment - 1])
-    store.submit(job, shared=job.inputs)
-    leased = work.claim("w")
-    assert leased.segments_left == 1
-    if segment < 3:
-        work.announce(leased, {"new": 1})
-        work.keep_segment(leased, segment - 1, "new", None)
-        assert leased.segments_left == 0
-        work.release(leased)
-        assert work.claim("w").segments_left == 0
 
 
 def test_what_is_not_stored_any_more_is_made_again(store, database, work):
