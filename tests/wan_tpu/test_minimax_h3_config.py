@@ -11,19 +11,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ModularPipeline
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
 from PIL import Image
 
 from tests.wan_tpu import minimax_h3_files
-from tests.wan_tpu.minimax_h3_files import FILES, INDEX, REPOSITORY, SUMS
+from tests.wan_tpu.minimax_h3_files import FILES, INDEX, SUMS
 from tests.wan_tpu.published_files import write
 from wan_tpu import CheckpointError, Conditioning, GenerationRequest, InvalidRequest
 from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import open_spec, published_spec
-from wan_tpu.families.minimax_h3 import FAMILY, classes, published
-from wan_tpu.families.minimax_h3.config import TEXT_LAYER, read_config
+from wan_tpu.families.minimax_h3 import classes, published
+from wan_tpu.families.minimax_h3.config import read_config
 from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.model import open_model, published_model
@@ -100,24 +99,6 @@ def test_index_that_names_another_vae_is_refused(entry, message, folder):
     source = folder({"model_index.json": ..., "modular_model_index.json": {"vae": entry}})
     with pytest.raises(CheckpointError, match=message):
         read_config(Checkpoint(source))
-
-
-def test_small_checkpoint_is_one_that_diffusers_opens(small):
-    pipeline = diffusers.ModularPipeline.from_pretrained(str(small), workflow="t2va")
-    assert isinstance(pipeline, MiniMaxH3ModularPipeline)
-    pipeline.load_components(names=["tokenizer", "transformer", "vae", "audio_vae", "scheduler", "audio_scheduler"])
-    config = read_config(Checkpoint(small))
-    assert pipeline.transformer.config.hidden_size == config.transformer["hidden_size"]
-    assert len(pipeline.tokenizer("A cat.")["input_ids"]) == 6
-    assert [pipeline.scheduler.config.shift, pipeline.audio_scheduler.config.shift] == [12, 3]
-
-
-def test_small_checkpoint_reads_as_the_published_one_does(small):
-    config = read_config(Checkpoint(small))
-    for name in ("transformer", "text_encoder", "vision", "vae", "audio_vae", "scheduler", "audio_scheduler"):
-        assert {*getattr(config, name)} == {*getattr(MODEL, name)}, name
-    assert published.recognise(config) == published.CUSTOM
-    assert (config.text_layer, MODEL.text_layer) == (config.text_encoder["num_hidden_layers"] - 1, TEXT_LAYER)
 
 
 # ---- What is left out, and what must not differ.
@@ -202,15 +183,6 @@ def test_text_encoder_that_would_be_computed_otherwise_is_refused(changed, messa
 
 
 # ---- Sampling.
-
-
-def test_defaults_are_those_of_diffusers():
-    plan = SPEC.plan(GenerationRequest(prompt="a cat"))
-    request, pipeline = plan.request, MiniMaxH3ModularPipeline
-    assert (request.steps, request.frames, request.fps) == (49, 124, 24)  # diffusers' 50 points and 124 frames
-    assert (request.height, request.width) == resolve_canvas_size(16, 9, 32, 768, 768 * 1344)
-    assert plan.has_sound and not any(expert.guided for expert in plan.experts)
-    assert request.frames / 24 >= pipeline.min_duration.fget(None)
 
 
 @pytest.mark.parametrize("picture", [(9, 16), (16, 9), (1, 1), (3, 4), (4, 3), (21, 9), (9, 21), (431, 600)])
@@ -355,8 +327,3 @@ def test_preset_distilled_from_text_alone_takes_no_keyframes(images):
     with pytest.raises(InvalidRequest, match=r"image.*fasth3.*turbo-4.*turbo-8"):
         SPEC.plan(request)
     assert SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4", **images)).images == len(images)
-
-
-def test_example_is_the_published_repository():
-    assert FAMILY.example == REPOSITORY
-    assert all(part in FAMILY.licence for part in ("EU", "UK", "South Korea", "USA", "20 million", "MiniMax H3"))

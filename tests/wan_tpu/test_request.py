@@ -238,15 +238,6 @@ def test_noise_of_another_shape(pipeline):
             pipeline("wan2.1-t2v-1.3b").generate(request, noise=noise)
 
 
-def test_open_fields_take_the_published_settings(checkpoint):
-    pipe = load_pipeline(checkpoint("wan2.2-i2v-a14b"), mesh=(1, 1, 1))
-    image = Image.new("RGB", (128, 72))
-    resolved = pipe.plan(GenerationRequest(image=image)).request
-    assert (resolved.height, resolved.width, resolved.frames, resolved.fps) == (720, 1280, 81, 16)
-    assert (resolved.steps, resolved.guidance_scale, resolved.guidance_scale_2, resolved.shift) == (40, 3.5, 3.5, 3.0)
-    assert pipe.plan(GenerationRequest(image=image, guidance_scale=2.0)).request.guidance_scale_2 == 2.0
-
-
 def test_long_prompt_is_cut_with_a_warning_that_says_where(pipeline):
     pipe = pipeline("wan2.1-t2v-1.3b")
     request = GenerationRequest(
