@@ -1,4 +1,4 @@
-"""Chunks of a video, one after the other, against diffusers' pipelines."""
+"""Chunks of guided models, one after the other, against diffusers; test_helios_pipeline.py has the distilled one."""
 
 import numpy as np
 import pytest
@@ -52,17 +52,11 @@ def denoise_chunk(predict, spec, request, chunk, generator, before):
 KINDS = {
     "helios-base": ({"steps": 3}, {"num_inference_steps": 3, "guidance_scale": 5.0}),
     "helios-mid": ({"steps": 9}, {"pyramid_num_inference_steps_list": [3, 3, 3], "guidance_scale": 5.0}),
-    "helios-distilled": (
-        {"steps": 6},
-        {"pyramid_num_inference_steps_list": [2, 2, 2], "guidance_scale": 1.0, "is_amplify_first_chunk": True},
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [*(pytest.param(f"helios-{size}", marks=pytest.mark.thorough) for size in ("base", "mid")), "helios-distilled"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
 def test_latents_after_each_step_of_three_chunks_are_those_of_diffusers(kind, tmp_path):
     folder = make_checkpoint(tmp_path, kind)
     settings, options = KINDS[kind]

@@ -140,14 +140,6 @@ def test_the_join_is_like_any_place_inside_a_video(pipe, first, second):
     assert whole.audio.shape[1] == video.audio.shape[1] - video.tail.samples + following.audio.shape[1]
 
 
-def test_a_silent_video_goes_on(pipe, first):
-    tail = dataclasses.replace(first[0].tail, sound=None, rate=0)
-    following, _ = make(pipe, "it falls, and rings", 4, tail)
-    shared = first[0].pixels[BLENDED - FRAMES : -BLENDED]
-    np.testing.assert_allclose(following.pixels[BLENDED : FRAMES - BLENDED], shared, atol=1e-4)
-    assert following.audio.shape == first[0].audio.shape and following.audio.std() > 0
-
-
 @pytest.mark.thorough
 def test_a_file_is_continued(pipe, tmp_path):
     path = write_video(tmp_path / "a.mp4", 43)

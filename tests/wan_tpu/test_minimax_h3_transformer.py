@@ -12,7 +12,7 @@ from diffusers.modular_pipelines.minimax_h3 import before_denoise as reference
 from safetensors.torch import load_file
 
 from tests.children import run_on_devices
-from tests.wan_tpu.minimax_h3_reference import attend_sparsely, attend_to_tiles
+from tests.wan_tpu.minimax_h3_reference import attend_sparsely, attend_to_tiles, relative
 from tests.wan_tpu.minimax_h3_worker import Lists, Predictor
 from wan_tpu.families.minimax_h3 import components
 from wan_tpu.families.minimax_h3.fasth3 import FastH3
@@ -144,65 +144,12 @@ def test_video_sparse_attention_is_fastvideos(gated, anchors):
     assert ours.compiled == 1
 
 
-def relative(actual, expected):
-    return np.abs(actual - expected).max() / np.abs(expected).max()
-
-
-def test_texts_of_every_length_run_through_one_program(theirs, ours):
-    for words in (1, 5, TEXT):
-        inputs = draw_inputs(theirs.config, words=words)
-        for actual, expected in zip(ours.predict(inputs), predict_theirs(theirs, inputs), strict=True):
-            assert relative(actual, expected) < 1e-5
-    assert ours.compiled == 1
-
-
-@pytest.mark.parametrize("anchors", [("first",), ("first", "last"), ("last",)])
-def test_keyframes_and_their_part_of_the_text_have_their_own_modulations(theirs, ours, anchors):
-    inputs = draw_inputs(theirs.config, words=6, anchors=anchors, vision=4)
-    for actual, expected in zip(ours.predict(inputs), predict_theirs(theirs, inputs), strict=True):
-        assert relative(actual, expected) < 1e-5
-
-
 def test_padding_has_no_effect(theirs, ours):
     inputs = draw_inputs(theirs.config, words=5)
     expected = ours.predict(inputs)
     inputs["text"][5:] = 1e3
     for actual, same in zip(ours.predict(inputs), expected, strict=True):
         np.testing.assert_array_equal(actual, same)
-
-
-def test_bfloat16_errs_no_more_than_its_roundings_and_than_diffusers(theirs, folder):
-    """The rows are rounded three times a layer, and about six times around the layers: the bound of test_parity.py."""
-    inputs = draw_inputs(theirs.config, words=5, anchors=("first",), vision=4)
-    kind = diffusers.MiniMaxH3Transformer3DModel
-    rounded = kind.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16).eval()
-    ours = Predictor(folder, make_mesh((1, 1, 1), heads=8), "bfloat16").predict(inputs)
-    layers = theirs.config.num_layers + theirs.config.num_refiner_layers
-    for exact, own, other in zip(predict_theirs(theirs, inputs), ours, predict_theirs(rounded, inputs), strict=True):
-        error, usual = (np.sqrt(np.square(part - exact).mean() / np.square(exact).mean()) for part in (own, other))
-        assert 1e-4 < error < np.sqrt(3 * layers + 6) * 2**-8
-        assert error < 1.25 * usual
-
-
-def list_products(jaxpr):
-    """Yield every matrix product of a program and of its parts."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda value: hasattr(value, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from list_products(inner)
-
-
-def test_parts_that_stay_in_float32_are_multiplied_in_float32(theirs, folder):
-    """A TPU would round the timestep's embedding, the inputs and the heads, whose weights diffusers never rounds."""
-    inputs = draw_inputs(theirs.config, words=5, anchors=("first",), vision=4)
-    traced = Predictor(folder, make_mesh((1, 1, 1), heads=8), "bfloat16").trace(inputs)
-    products = list(list_products(traced))
-    wide = [product for product in products if {value.aval.dtype.name for value in product.invars} == {"float32"}]
-    assert len(wide) == 6 < len(products)  # Two of the timestep, one each of video, keyframes, sound and both heads.
-    assert {product.params["precision"] for product in wide} == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
 def test_weights_are_in_float32_where_diffusers_keeps_them(folder):
