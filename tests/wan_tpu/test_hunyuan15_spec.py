@@ -7,14 +7,12 @@ import pytest
 import torch
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
-from tests.conftest import PHOTO
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.hunyuan15.published import PUBLISHED
 from wan_tpu.families.hunyuan15.sizes import default_size
 from wan_tpu.families.hunyuan15.small import make_checkpoint
 from wan_tpu.families.hunyuan15.spec import HunyuanSpec
-from wan_tpu.media.image import load_image
 from wan_tpu.request import GenerationRequest
 
 
@@ -31,12 +29,6 @@ def test_another_length_is_another_program_of_the_decoder():
     spec = HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-t2v"])
     names = {spec.plan(GenerationRequest(frames=frames)).shapes["decoder"] for frames in (61, 121)}
     assert names == {"decoder 480x848x61", "decoder 480x848x121"}
-
-
-def test_a_size_that_is_asked_for_is_kept():
-    spec, image = HunyuanSpec(PUBLISHED["hunyuanvideo1.5-480p-i2v"]), load_image(PHOTO)
-    request = spec.plan(GenerationRequest(image=image, height=480, width=848)).request
-    assert (request.height, request.width) == (480, 848)
 
 
 @pytest.mark.parametrize(

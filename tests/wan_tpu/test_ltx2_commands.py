@@ -7,7 +7,6 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from actors.commands.batch import batch
 from tests.conftest import PHOTO
 from wan_tpu import DenoiseState, InvalidRequest, cli
 from wan_tpu.commands import staged
@@ -72,19 +71,6 @@ def test_stages_with_files_between_them_make_the_same_video(video_file, model, t
     assert (whole.step, whole.latents.shape[3:]) == (11, (2, 4))
     assert cli.run(staged.decode, [*where, "--dp", "1"]) == 0
     assert (tmp_path / "video.mp4").read_bytes() == video_file.read_bytes()
-
-
-@pytest.mark.thorough
-def test_batch_makes_videos_with_sound_and_without(video_file, model, tmp_path):
-    fields = {"prompt": "A cat purrs", "image": str(PHOTO), "height": 64, "width": 128, "frames": 9, "seed": 3}
-    lines = [fields | {"id": "sound"}, fields | {"id": "silent", "generate_audio": False}]
-    manifest, output = tmp_path / "requests.jsonl", tmp_path / "out"
-    manifest.write_text("\n".join(map(json.dumps, lines)))
-    mesh = ["--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
-    assert cli.run(batch, [*model, *mesh, "--manifest", str(manifest), "--output", str(output)]) == 0
-    assert (output / "sound.mp4").read_bytes() == video_file.read_bytes()
-    silent = subprocess.run([FFMPEG, "-hide_banner", "-i", output / "silent.mp4"], capture_output=True, text=True)
-    assert "Video: h264" in silent.stderr and "Audio:" not in silent.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.wan_tpu.minimax_h3_ref2va import write_sound
 from tests.wan_tpu.test_ltx2_parity import LATENT_TOLERANCE, OFF, as_tokens, assert_close, watch_steps
 from tests.wan_tpu.test_minimax_h3_continuation import check_no_drift
 from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
-from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
+from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.commands.generate import plan_extension
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.families import list_published, published_spec
@@ -348,20 +348,3 @@ def test_programs_for_segments_are_known_before_there_is_one():
         changed, *_ = jax.eval_shape(program.function, params, parts, numbers, (keys, rows))
         assert (changed["video"][0].shape, changed["audio"][0].shape) == (video.shape, audio.shape)
     assert not model.spec.typical_references(dataclasses.replace(request, frames=SHARED))
-
-
-@pytest.mark.thorough
-def test_programs_for_a_soundtrack_with_an_image_and_without_are_known_before_there_is_one():
-    model = published_model(DISTILLED)
-    mesh = make_mesh((1, 1, 1), heads=model.spec.heads, devices=jax.devices()[:1])
-    request = GenerationRequest(prompt="a", height=512, width=768, frames=121, references=[TRACK])
-    plans = [model.spec.plan(request, image=has_image) for has_image in (True, False)]
-    shapes = [plan.shapes for plan in plans]
-    assert [stage for stage, name in shapes[0].items() if shapes[1][stage] == name] == ["decoder"]
-    frames, sounds = 8 * 12 + 16 * 24, model.spec.audio_tokens(121, 24)
-    programs = programs_by_images(AbstractRuntime(model, mesh, "bfloat16"), plans[0].request)
-    for images, rows in ((1, frames + sounds), (0, sounds)):
-        steps = [arguments for name, _, arguments in programs[images] if name.startswith("denoise step")]
-        assert [keys[-1].shape for _, _, _, keys in steps] == [(1, rows, 128)] * 2
-    pictures = [name for name, *_ in programs[1] if name.startswith("vae_encoder")]
-    assert pictures == ["vae_encoder [1, 3, 1, 256, 384]", "vae_encoder [1, 3, 1, 512, 768]"]

@@ -18,18 +18,15 @@ from tests.wan_tpu import minimax_h3_files
 from tests.wan_tpu.minimax_h3_files import FILES, INDEX, SUMS
 from tests.wan_tpu.published_files import write
 from wan_tpu import CheckpointError, Conditioning, GenerationRequest, InvalidRequest
-from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import open_spec, published_spec
 from wan_tpu.families.minimax_h3 import classes, published
 from wan_tpu.families.minimax_h3.config import read_config
 from wan_tpu.families.minimax_h3.published import PUBLISHED
-from wan_tpu.families.minimax_h3.small import make_checkpoint
-from wan_tpu.families.model import open_model, published_model
+from wan_tpu.families.model import published_model
 from wan_tpu.families.shared import t5
 from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.reference import Reference
-from wan_tpu.runtime.mesh import make_mesh
 
 MODEL = PUBLISHED["minimax-h3"]
 SPEC = published_spec("minimax-h3")
@@ -48,11 +45,6 @@ def folder(tmp_path):
         return write(tmp_path / "model", files)
 
     return write_files
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("small") / "model")
 
 
 def test_files_are_written_down_as_published():
@@ -296,22 +288,6 @@ def test_only_another_number_of_keyframes_takes_other_programs():
     first, last, both = (SPEC.plan(GenerationRequest(height=64, width=96, **images)).shapes for images in KEYFRAMES)
     assert first == last
     assert {stage for stage in both if both[stage] != first[stage]} == {"encoder", "denoise"}
-
-
-def test_programs_compiled_ahead_are_those_of_every_number_of_keyframes(small):
-    model = open_model(Checkpoint(small))
-    runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "float32")
-    request = GenerationRequest(height=64, width=96).resolve(model.spec.defaults)
-    groups = programs_by_images(runtime, request)
-    names = [name for group in groups.values() for name, *_ in group]
-    assert list(groups) == [1, 0, 2]
-    usual = ["text_encoder", "vae_encoder first", "text keys", "denoise step"]
-    decoders = ["audio_decoder", "decoder first", "decoder later"]
-    differ = ["text_encoder", "text keys", "denoise step"]
-    others = [f"{name}, {kind}" for kind in ("no image", "two images") for name in differ]
-    assert [name for name in names if name != "decoder later, last"] == [*usual, *decoders, *others]
-    encoder = stage_programs(runtime, request, ["encoder"], images=2)
-    assert encoder["vae_encoder first"][2] == 2  # Once for each keyframe.
 
 
 @pytest.mark.parametrize(("anchors", "expected"), [([0], (True, False)), ([1], (False, True)), ([0, 1], (True, True))])

@@ -96,6 +96,7 @@ def test_same_rows_latents_pixels_and_sound_as_diffusers(names, files, pipe, the
     assert relative(sound, state.get("audio")[0].numpy()) < 2e-3
 
 
+@pytest.mark.thorough
 def test_few_steps_are_those_of_diffusers_with_the_adapter(files, pipe, theirs, tmp_path):
     """LightX2V's files for references are of the transformer for references, and have an alpha in their header."""
     transformer = theirs.pipeline.transformer_ref

@@ -182,20 +182,6 @@ def test_keyframes_are_read_before_the_prompt_as_diffusers_does(count, anchors, 
     assert ours.with_keyframes._cache_size() <= 2  # A program for each number of keyframes.
 
 
-def test_keyframes_with_a_long_prompt_are_read_as_diffusers_does(theirs, ours):
-    prompt, keyframes = ("the sea and the wind " * 300)[:2040], draw_keyframes(2)
-    inputs, cuts = presentation.present(ours.config, ours.tokenizer, prompt, keyframes, (0, 1))
-    vision = 2 * pictures.vision_rows(ours.config, 64, 96)
-    assert inputs.ids.size == vision + 4096 and not cuts  # With both labels it has more than 2,048 tokens.
-    shapes = presentation.shapes(ours.config, 64, 96, 2, 4096)
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(inputs)] == [
-        (x.shape, x.dtype) for x in jax.tree.leaves(shapes)
-    ]
-    expected, _ = theirs(prompt, keyframes)
-    order, rows = inputs.order[0], int(inputs.count[0, 0])
-    assert relative(ours.encode(inputs)[:rows], expected[order[:rows]]) < TOLERANCE
-
-
 @pytest.mark.parametrize("last", [(108, 192), (141, 97), (96, 160)])
 def test_keyframes_are_put_onto_the_video_as_diffusers_does(last):
     """A photo of 16:9, the video's shape but for rounding; and another of that size, an upright one, a fitting one."""

@@ -72,11 +72,6 @@ def decode(folder, mesh):
     return make_decode(folder, mesh)
 
 
-@pytest.fixture(scope="module")
-def encode(folder, mesh):
-    return make_encode(folder, mesh)
-
-
 def random_latents(clips, height, width):
     shape = 1, CHANNELS, 5 * clips + 2, height, width
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -122,12 +117,6 @@ def test_latents_are_decoded_as_diffusers_does(clips, height, width, theirs, dec
     expected = decode_theirs(theirs, latents)
     assert expected.shape == (1, 3, 17 * clips + 5, 16 * height, 16 * width)
     assert_close(decode(latents), expected)
-
-
-@pytest.mark.parametrize(("frames", "height", "width"), [pytest.param(1, 3, 2, marks=pytest.mark.thorough), (2, 4, 9)])
-def test_keyframes_are_encoded_as_diffusers_does(frames, height, width, theirs, encode):
-    pixels = random_pixels(frames, 16 * height, 16 * width)
-    assert_close(encode(pixels), encode_theirs(theirs, pixels))
 
 
 def test_rows_that_do_not_fill_a_register_change_nothing(theirs, folder, mesh, monkeypatch):
