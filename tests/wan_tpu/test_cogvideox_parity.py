@@ -27,6 +27,17 @@ def make_request(kind, solver):
     )  # fmt: skip
 
 
+def run_diffusers(folder, request, **more):
+    theirs = diffusers.DiffusionPipeline.from_pretrained(folder)
+    theirs.scheduler = SCHEDULERS[request.solver].from_config(theirs.scheduler.config)
+    image = {} if request.image is None else {"image": load_image(PHOTO)}
+    return theirs(
+        **image, prompt=request.prompt, negative_prompt=request.negative_prompt, height=64, width=96, num_frames=9,
+        num_inference_steps=4, guidance_scale=6.0, use_dynamic_cfg=request.solver == "dpm",
+        generator=torch.Generator().manual_seed(5), **more,
+    ).frames  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("kind", "solver"),
     [WITH_IMAGE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in OTHERS)],
@@ -35,20 +46,13 @@ def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline
     request, latents = make_request(kind, solver), []
     video = pipeline(kind).generate(request, on_step=lambda event: latents.append(event.latents))
 
-    theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint(kind))
-    theirs.scheduler = SCHEDULERS[solver].from_config(theirs.scheduler.config)
     seen = []
 
     def look(pipeline, step, timestep, values):
         seen.append(values["latents"].transpose(1, 2).numpy().copy())
         return values
 
-    extra = {} if request.image is None else {"image": load_image(PHOTO)}
-    expected = theirs(
-        **extra, prompt=request.prompt, negative_prompt=request.negative_prompt, height=64, width=96, num_frames=9,
-        num_inference_steps=4, guidance_scale=6.0, use_dynamic_cfg=solver == "dpm",
-        generator=torch.Generator().manual_seed(5), output_type="np", callback_on_step_end=look,
-    ).frames[0]  # fmt: skip
+    expected = run_diffusers(checkpoint(kind), request, output_type="np", callback_on_step_end=look)[0]
     assert len(latents) == len(seen) == 4
     for ours, reference in zip(latents, seen, strict=True):
         assert np.abs(ours - reference).max() <= LATENT_TOLERANCE * np.abs(reference).max()
@@ -69,14 +73,8 @@ def test_noise_of_ones_own_leaves_the_generator_s_to_the_steps(kind, stop, check
         state, _ = parse_value(DenoiseState, content, "a snapshot")
     ours = pipe.denoise(plan, conditioning, state).latents
 
-    theirs = diffusers.DiffusionPipeline.from_pretrained(checkpoint(kind))
-    theirs.scheduler = SCHEDULERS["dpm"].from_config(theirs.scheduler.config)
-    extra = {} if request.image is None else {"image": load_image(PHOTO)}
-    expected = theirs(
-        **extra, prompt=request.prompt, negative_prompt=request.negative_prompt, height=64, width=96, num_frames=9,
-        num_inference_steps=4, guidance_scale=6.0, use_dynamic_cfg=True, generator=torch.Generator().manual_seed(5),
-        output_type="latent", latents=torch.from_numpy(noise).transpose(1, 2),
-    ).frames.transpose(1, 2).numpy()  # fmt: skip
+    latents = torch.from_numpy(noise).transpose(1, 2)
+    expected = run_diffusers(checkpoint(kind), request, output_type="latent", latents=latents).transpose(1, 2).numpy()
     expected = expected[:, :, expected.shape[2] - ours.shape[2] :]  # Ours have no frames that fill the first token.
     assert np.abs(ours - expected).max() <= LATENT_TOLERANCE * np.abs(expected).max()
 
