@@ -1,10 +1,13 @@
 """What is known of CogVideoX models from their configuration, against diffusers' own pipelines."""
 
 import diffusers
+import numpy as np
 import pytest
+from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError, InvalidRequest
+from wan_tpu.families.cogvideox.positions import _fit_grid
 from wan_tpu.families.cogvideox.published import PUBLISHED
 from wan_tpu.families.cogvideox.small import make_checkpoint
 from wan_tpu.families.cogvideox.spec import CogVideoXSpec
@@ -44,3 +47,11 @@ def test_a_scheduler_that_predicts_noise_is_refused(tmp_path):
     diffusers.CogVideoXDDIMScheduler(prediction_type="epsilon").save_pretrained(folder / "scheduler")
     with pytest.raises(CheckpointError, match=r"prediction_type 'epsilon'.*'v_prediction'"):
         CogVideoXSpec.open(Checkpoint(folder))
+
+
+@pytest.mark.parametrize(("grid", "trained"), [((30, 45), (30, 45)), ((20, 60), (30, 45)), ((48, 20), (30, 45))])
+def test_a_grid_is_fitted_as_diffusers_does(grid, trained):
+    (top, left), (bottom, right) = pipeline_cogvideox.get_resize_crop_region_for_grid(grid, trained[1], trained[0])
+    rows, columns = _fit_grid(grid, trained)
+    np.testing.assert_allclose(rows, np.linspace(top, bottom * (grid[0] - 1) / grid[0], grid[0]))
+    np.testing.assert_allclose(columns, np.linspace(left, right * (grid[1] - 1) / grid[1], grid[1]))

@@ -111,11 +111,8 @@ def test_latents_are_rounded_to_bfloat16_after_they_are_denormalised(theirs, fol
 
 
 @pytest.mark.meshes
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("width", "mesh"),
-    [(5, (2, 2, 2)), *(pytest.param(width, (1, 2, 1), marks=pytest.mark.thorough) for width in (5, 4, 3))],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("width", "mesh"), [(5, (2, 2, 2)), *((width, (1, 2, 1)) for width in (5, 4, 3))])
 def test_several_devices_give_what_diffusers_does(width, mesh, theirs, their_upsampler, folder, tmp_path):
     """A column on five of eight devices and none on three; two devices with 3 and 2, 2 and 1, and 2 columns each."""
     latents, pixels = random(1, 16, 2, HEIGHT, width), random(1, 3, 9, 32 * HEIGHT, 32 * width)
