@@ -43,21 +43,18 @@ def edit(file, change):
     safetensors.torch.save_file(tensors, file)
 
 
-def test_missing_tensor_is_named(copy):
-    edit(copy / "transformer" / WEIGHTS, lambda t: t.pop("blocks.1.attn1.to_q.weight"))
-    with pytest.raises(CheckpointError, match=r"transformer.*blocks\.1\.attn1\.to_q\.weight"):
-        load_high(copy)
-
-
-def test_extra_tensor_is_named(copy):
-    edit(copy / "transformer" / WEIGHTS, lambda t: t.update({"blocks.9.surprise": torch.zeros(1)}))
-    with pytest.raises(CheckpointError, match=r"blocks\.9\.surprise"):
-        load_high(copy)
-
-
-def test_wrong_shape_is_named(copy):
-    edit(copy / "transformer" / WEIGHTS, lambda t: t.update({"proj_out.bias": torch.zeros(3)}))
-    with pytest.raises(CheckpointError, match=r"proj_out\.bias \[3\].*\[64\]"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("blocks.1.attn1.to_q.weight"), r"transformer.*blocks\.1\.attn1\.to_q\.weight"),
+        (lambda t: t.update({"blocks.9.surprise": torch.zeros(1)}), r"blocks\.9\.surprise"),
+        (lambda t: t.update({"proj_out.bias": torch.zeros(3)}), r"proj_out\.bias \[3\].*\[64\]"),
+    ],
+    ids=["missing", "not of the model", "of another shape"],
+)
+def test_tensor_that_is_wrong_is_named(change, message, copy):
+    edit(copy / "transformer" / WEIGHTS, change)
+    with pytest.raises(CheckpointError, match=message):
         load_high(copy)
 
 

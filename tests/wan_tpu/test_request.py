@@ -52,16 +52,25 @@ def test_bad_fields_are_refused_with_the_remedy(fields, message):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("model", "fields", "message"),
     [
-        ({"frames": 80}, r"frames.*\b80\b.*4n \+ 1\b.*\b81\b"),
-        ({"solver": "ddim"}, "solver 'ddim'.*unipc.*euler"),
-        ({"generate_audio": True}, "wan2.1-t2v-14b.*sound.*ltx-2"),
+        ("wan2.1-t2v-14b", {"frames": 80}, r"frames.*\b80\b.*4n \+ 1\b.*\b81\b"),
+        ("wan2.1-t2v-14b", {"solver": "ddim"}, "solver 'ddim'.*unipc.*euler"),
+        ("wan2.1-t2v-14b", {"generate_audio": True}, "wan2.1-t2v-14b.*sound.*ltx-2"),
+        ("cogvideox1.5-5b", {"frames": 85}, r"frames.*\b85\b.*8n \+ 1\b.*\b81\b"),
+        ("cogvideox1.5-5b", {"height": 2416}, "height.*2416.*cogvideox1.5-5b.*2400"),
+        ("cogvideox-5b-i2v", {"height": 512}, r"height.*\b512\b.*cogvideox-5b-i2v.*\b480\b"),
+        ("cogvideox-5b-i2v", {"frames": 25}, r"frames.*\b25\b.*cogvideox-5b-i2v.*\b49\b"),
+        ("cogvideox-2b", {"shift": 3.0}, r"shift.*\b3\b.*cogvideox-2b"),
+        ("cogvideox-2b", {"solver": "unipc"}, "'unipc'.* dpm.*ddim"),
+        ("hunyuanvideo1.5-480p-t2v", {"frames": 120}, r"frames.*\b120\b.*4n \+ 1\b.*\b121\b"),
+        ("hunyuanvideo1.5-480p-t2v", {"solver": "unipc"}, "solver 'unipc'.*euler"),
+        ("hunyuanvideo1.5-480p-t2v", {"guidance_scale_2": 3.0}, r"guidance_scale_2.*\b3\b.*hunyuanvideo1.5-480p-t2v"),
     ],
 )
-def test_what_a_model_does_not_make_is_refused_with_what_it_does(fields, message):
+def test_what_a_model_does_not_make_is_refused_with_what_it_does(model, fields, message):
     with pytest.raises(InvalidRequest, match=message) as caught:
-        published_spec("wan2.1-t2v-14b").plan(GenerationRequest(**fields))
+        published_spec(model).plan(GenerationRequest(**fields), image=model.endswith("i2v"))
     assert caught.value.field in fields
 
 
