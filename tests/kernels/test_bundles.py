@@ -106,8 +106,7 @@ def test_linear_layers_in_int8_reach_their_share_of_the_peak(inputs, outputs, mo
 @needs_libtpu
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "more"),
-    [(14336, 5376, {"segments": 4}), (5376, 28672, {"activation": "swiglu"})],
+    ("inputs", "outputs", "more"), [(14336, 5376, {"segments": 4}), (5376, 28672, {"activation": "swiglu"})]
 )
 def test_linear_layers_of_minimax_h3_reach_their_share_of_the_peak(inputs, outputs, more):
     options = {"rows": 4768, "inputs": inputs, "outputs": outputs, **more}

@@ -173,10 +173,7 @@ def test_tensors_that_overlap_or_leave_holes_are_refused(offsets, message, tmp_p
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n",
-            "Git LFS",
-        ),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS"),
         (b"\n<!DOCTYPE html><title>Sign in</title>", "web page"),
         (b"PK\x03\x04" + bytes(100), "safetensors.torch.save_file"),
         (b"GGUF\x03" + bytes(100), "GGUF"),
@@ -350,8 +347,7 @@ def test_tokenizer_may_know_fewer_words_than_the_text_encoder(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("kind", "folder"),
-    [("wan2.1-i2v-14b-480p", "image_processor"), ("hunyuanvideo1.5-480p-i2v", "feature_extractor")],
+    ("kind", "folder"), [("wan2.1-i2v-14b-480p", "image_processor"), ("hunyuanvideo1.5-480p-i2v", "feature_extractor")]
 )
 def test_image_processor_is_read_when_its_encoder_is_loaded(kind, folder, checkpoint, tmp_path):
     copy = shutil.copytree(checkpoint(kind), tmp_path / "copy")

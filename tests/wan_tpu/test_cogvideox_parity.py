@@ -39,8 +39,7 @@ def run_diffusers(folder, request, **more):
 
 
 @pytest.mark.parametrize(
-    ("kind", "solver"),
-    [WITH_IMAGE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in OTHERS)],
+    ("kind", "solver"), [WITH_IMAGE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in OTHERS)]
 )
 def test_same_latents_and_pixels_as_diffusers(kind, solver, checkpoint, pipeline):
     request, latents = make_request(kind, solver), []

@@ -155,11 +155,7 @@ def test_weights_are_read_under_their_names_in_other_versions_of_transformers(pr
     [
         ("connectors", {"audio_connector_num_learnable_registers": None}, "None.*audio"),
         ("connectors", {"video_connector_num_learnable_registers": 100}, r"\b100\b.*video"),
-        (
-            "connectors",
-            {"text_proj_in_factor": 26},
-            r"text_proj_in_factor 26\b.*num_hidden_layers 48\b.*\b49\b",
-        ),
+        ("connectors", {"text_proj_in_factor": 26}, r"text_proj_in_factor 26\b.*num_hidden_layers 48\b.*\b49\b"),
         ("text_encoder", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ],
 )
