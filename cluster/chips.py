@@ -96,12 +96,7 @@ class AnnouncedChip:
     refused_by: str  # The compiler that has no topology for it.
 
 
-def load_chip(file: Traversable) -> Chip:
-    """Read a generation from its file; errors are those of `_load`."""
-    return _load(file, Chip)
-
-
-def _load(file: Traversable, kind: type[T]) -> T:
+def load(file: Traversable, kind: type[T]) -> T:
     """Read a file as a value of a class.
 
     Raises:
@@ -115,7 +110,7 @@ def _load(file: Traversable, kind: type[T]) -> T:
 
 def _load_all(folder: str, kind: type[T]) -> list[T]:
     files = (file for file in (resources.files("cluster") / folder).iterdir() if file.name.endswith(".yaml"))
-    return [_load(file, kind) for file in sorted(files, key=lambda file: file.name)]
+    return [load(file, kind) for file in sorted(files, key=lambda file: file.name)]
 
 
 CHIPS = {chip.name: chip for chip in _load_all("generations", Chip)}

@@ -40,9 +40,9 @@ def measure(lines: int, folder: Path) -> dict[str, float]:
     path, output, figures = folder / "requests.jsonl", LocalStorage(folder / "out"), {"lines": float(lines)}
     write_manifest(path, lines)
     figures["manifest_mb"] = path.stat().st_size / 1e6
-    planner = published_spec(MODEL).plan
+    model = published_spec(MODEL)
     start, busy = time.perf_counter(), time.process_time()
-    manifest = read_manifest(path, planner)
+    manifest = read_manifest(path, model)
     figures |= {"read_s": time.perf_counter() - start, "read_cpu_s": time.process_time() - busy}
     figures["read_gib"] = _highest_gib()
     assert len(manifest.entries) == lines, manifest.bad[:1]

@@ -72,7 +72,7 @@ def demo(argv: Sequence[str]) -> int:
 
 def _run(layout: Layout, folder: Path, live: LiveConsole) -> tuple[BatchReport, list[Span], ReportedStatus]:
     model = open_spec(CHECKPOINT)
-    manifest = read_manifest(MANIFEST, model.plan)
+    manifest = read_manifest(MANIFEST, model)
     for entry in manifest.entries:  # what the demo before has made
         for name in (entry.output, f"{entry.id}.json"):
             (FOLDER / name).unlink(missing_ok=True)

@@ -54,7 +54,7 @@ def in_a_manifest(folder):
 
     path = folder / "requests.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": "a cat", "sharpness": value}) for value in (0.5, 1.5)))
-    entries = read_manifest(path, SPEC.plan).entries
+    entries = read_manifest(path, SPEC).entries
     return {
         "values": [entry.load().request.sharpness for entry in entries],
         "alike": entries[0].digest == entries[1].digest,
@@ -69,7 +69,7 @@ def list_digests(folder):
 
     path = folder / "one.jsonl"
     path.write_text('{"prompt": "a cat"}')
-    [entry] = read_manifest(path, SPEC.plan).entries
+    [entry] = read_manifest(path, SPEC).entries
     return [entry.digest, name_of("x", entry.load().request, "model")]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from actors.planning.slice_description import describe_slice
-from cluster.chips import CHIPS, load_chip
+from cluster.chips import CHIPS, Chip, load
 from cluster.slice_spec import SliceSpec
 from tests.actors.test_new_generation import INVENTED
 from tests.conftest import ROOT
@@ -45,7 +45,7 @@ ENTRY %main (x: f32[16,384]) -> f32[16,384] {
 def generation(tmp_path, monkeypatch):
     file = tmp_path / "v99.yaml"
     file.write_text(INVENTED)
-    monkeypatch.setitem(CHIPS, "v99", load_chip(file))
+    monkeypatch.setitem(CHIPS, "v99", load(file, Chip))
     return describe_slice(SliceSpec("v99-8"))
 
 

@@ -42,6 +42,7 @@ class ModelLimits(abc.ABC):
     chooses_length: bool = False  # Whether the model chooses the length of a video whose request leaves it open.
     # How a video overlaps with the one that it continues with its motion and sound; None if the model can't do that.
     overlap: Overlap | None = None
+    vae: str = ""  # Tells its VAE from others of the family whose latents have the same shape; never changed.
     follows_sound: bool = False  # Whether a sound may be given that becomes the video's.
     follows_sound_from_image: bool = False  # Whether such a video may also begin with an image.
 
@@ -259,7 +260,8 @@ class ModelLimits(abc.ABC):
             )
             if self.follows_sound:
                 beside = " and a first frame as image" if self.follows_sound_from_image else ""
-                instead = f"give a single sound as soundtrack (audio_mode lock_source){beside}, or {instead}"
+                sound = "a single sound as soundtrack:PATH (in the API: with audio_mode lock_source)"
+                instead = f"give {sound}{beside}, or {instead}"
             raise InvalidRequest(
                 f"references were given, but {self.name} takes none here; leave them out, or {instead}", "references"
             )
@@ -313,6 +315,13 @@ class ModelLimits(abc.ABC):
                 f"{self.overlap.frames}",
                 "references",
             )
+        made_by = tail.source.vae if isinstance(tail.source, Tail) else ""
+        if made_by and made_by != self.vae:
+            raise InvalidRequest(
+                f"references has the end of a video of another model, whose latents aren't those of {self.name}; give "
+                "one that this model has made, or its mp4 as continued",
+                "references",
+            )
         if not is_last:
             raise InvalidRequest("references has the end of a video before another one; put it last", "references")
         if request.frames <= self.overlap.frames:
@@ -335,10 +344,13 @@ class ModelLimits(abc.ABC):
     def check_reference_kinds(self, kinds: Sequence[str]) -> None:
         """Raise `InvalidRequest` if the model, which takes references, doesn't take so many of these kinds."""
         counts = collections.Counter(kinds)
-        for kind, most in self.reference_counts.items():
-            if counts[kind] > most:
+        for kind, count in counts.items():
+            most = self.reference_counts.get(kind, 0)
+            if count > most:
+                hint = did_you_mean(kind, self.reference_counts)
+                most_text = f"at most {most}" if most else f"none{hint}, only {', '.join(self.reference_counts)}"
                 raise InvalidRequest(
-                    f"references has {counts[kind]} of kind {kind}; {self.name} takes at most {most}", "references"
+                    f"references has {count} of kind {kind}; {self.name} takes {most_text}", "references"
                 )
         if len(kinds) > self.most_references:
             raise InvalidRequest(

@@ -26,7 +26,6 @@ from wan_tpu.progress import Progress, Silent
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshLike, make_mesh
 from wan_tpu.runtime.runtime import Runtime
-from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.stage_machine import Decode, DecodeSound, EncodeImage, EncodeText, Finish, Step
 from wan_tpu.stages.written import Ending, cut_tail
 
@@ -141,7 +140,7 @@ class Pipeline:
                 sound = result
             elif isinstance(operation, Decode):
                 pixels.append(self.runtime.model.pixels(np.asarray(result[0])))
-        tail = None if overlap is None or ending is None else cut_tail(overlap, run.plan.request, ending, *sound)
+        tail = None if ending is None else cut_tail(self.runtime.model.spec, run.plan.request, ending, *sound)
         return Video(np.concatenate(pixels), run.plan.request.fps, *sound, tail)
 
     def make_executor(
@@ -184,8 +183,7 @@ class Pipeline:
             InvalidRequest: An adapter doesn't fit the model.
             Unavailable: A file can't be read now.
         """
-        stages_run = [expert.stage for expert in plan.experts]
-        adapters = self.runtime.fetch_adapters(plan.request.loras, stages_run)
+        adapters = stages.fetch_adapters(self.runtime, plan.request, [expert.stage for expert in plan.experts])
         return plan.with_request(dataclasses.replace(plan.request, loras=adapters))
 
     def initial_state(
@@ -242,10 +240,6 @@ class Pipeline:
                 "without sound; decode only the video"
             )
         return stages.decode_sound(self.runtime, np.asarray(state.audio), request)
-
-    def schedule(self, request: ResolvedRequest) -> Schedule:
-        """Return the schedule of a resolved request: the numbers of every step."""
-        return self.runtime.model.spec.schedule(request)
 
 
 def open_runtime(

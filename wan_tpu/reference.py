@@ -171,9 +171,7 @@ def open_reference(kind: str, source: Any) -> Reference:
 
 
 def parse_reference(reference: object) -> Reference:
-    """Read a reference from its text, KIND:PATH, from its kind and its source, or from `Reference.to_json`.
-
-    The last of these has measures, and the name of a file that isn't read again. A `Tail` is a reference as well.
+    """Read a reference from its text, KIND:PATH, or from its kind and its source. A `Tail` is a reference as well.
 
     Raises:
         InvalidRequest: It is none of these, or its file can't be read.
@@ -189,8 +187,6 @@ def parse_reference(reference: object) -> Reference:
             raise InvalidRequest(f"{reference[:200]!r} isn't a reference; give {FORM}", "references")
         return open_reference(kind, path)
     if isinstance(reference, Mapping):
-        if {"kind"} < set(reference) <= {*_FIELDS, *_MEASURES} and set(reference) != set(_FIELDS):
-            return Reference(**{**reference, "source": None})
         if set(reference) != set(_FIELDS):
             raise InvalidRequest(
                 f"a reference has the fields {', '.join(map(str, reference)) or 'of nothing'}; give {FORM}, or "
@@ -199,6 +195,21 @@ def parse_reference(reference: object) -> Reference:
             )
         return open_reference(*(reference[name] for name in _FIELDS))
     raise InvalidRequest(f"a reference is a {type(reference).__name__}; give {FORM}", "references")
+
+
+def restore_references(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored request's fields with its references as `Reference.to_json` wrote them: measured, without files.
+
+    Raises:
+        InvalidRequest: A later version wrote them, with other fields.
+    """
+    stored = fields.get("references") or ()
+    if unknown := sorted({name for reference in stored for name in reference} - {*_FIELDS, *_MEASURES}):
+        raise InvalidRequest(
+            f"a reference has the fields {', '.join(unknown)} of a later version; use that", "references"
+        )
+    restored = [Reference(**{**reference, "source": None}) for reference in stored]
+    return {**fields, "references": restored} if restored else dict(fields)
 
 
 def parse_references(references: object) -> tuple[Reference, ...] | None:

@@ -16,7 +16,7 @@ from PIL import Image
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.model_limits import FULL_STRENGTH, ModelLimits
 from wan_tpu.plan import DECODER, ENCODER, VIDEO, Expert, RequestPlan
-from wan_tpu.reference import CONTINUED, count_read, find_soundtrack, find_tail, parse_references
+from wan_tpu.reference import CONTINUED, Reference, count_read, find_soundtrack, find_tail, parse_references
 from wan_tpu.request import (
     DIFFUSERS,
     IMAGES,
@@ -316,7 +316,8 @@ class ModelSpec(ModelLimits):
     def set_length(self, plan: RequestPlan, seconds: float) -> RequestPlan:
         """Return a plan of open length for the length that the model has chosen."""
         request = dataclasses.replace(self.shorten(plan.request, seconds), max_seconds=None)
-        return self.plan_resolved(request, image=plan.images > 0, last=plan.images > 1)
+        images = plan.images - count_read(request.references)
+        return self.plan_resolved(request, image=images > 0, last=images > 1)
 
     def plan_resolved(self, request: ResolvedRequest, *, image: bool, last: bool = False) -> RequestPlan:
         """Return the plan of a request that has every field filled in and has passed `check`.
@@ -375,6 +376,20 @@ class ModelSpec(ModelLimits):
                 f"{instead}",
                 field,
             )
+
+    def _check_tail(self, request: ResolvedRequest, tail: Reference, *, is_last: bool) -> None:
+        super()._check_tail(request, tail, is_last=is_last)
+        assert self.overlap is not None
+        source = tail.source if isinstance(tail.source, Tail) else None
+        given = [] if source is None else [x.shape for x in (source.latents, source.smaller) if x is not None]
+        for expert in self.experts(request) if given else ():
+            batch, channels, _, height, width = self.latent_shapes(request, expert.stop)[VIDEO]
+            if (needed := (batch, channels, self.overlap.latents, height, width)) not in given:
+                raise InvalidRequest(
+                    f"the end of a video has latents {' and '.join(map(str, given))}; this request needs {needed}: "
+                    "give one that the same model has made in as many stages",
+                    "references",
+                )
 
     def images_of(self, request: ResolvedRequest) -> tuple[int, ...]:
         """Return `image_counts`, or only 0 where the request's preset or its references leave no place for an image."""

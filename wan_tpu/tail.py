@@ -49,6 +49,7 @@ class Tail:
         path: That file's, if it has one.
         fps: Frames per second; 0 if it isn't known.
         smaller: The first stage's latents, at half the size, of a video that was made in two stages.
+        vae: Whose latents these are, `ModelLimits.vae` of the model; empty if it isn't known.
     """
 
     latents: np.ndarray | None = dataclasses.field(repr=False)
@@ -62,6 +63,7 @@ class Tail:
     path: str | None = None
     fps: float = 0.0
     smaller: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    vae: str = ""
 
     @property
     def samples(self) -> int:
@@ -102,7 +104,7 @@ class Tail:
 
     def dump(self) -> bytes:
         """Return the content of a safetensors file."""
-        numbers = {name: getattr(self, name) for name in (*_NUMBERS, "fps")}
+        numbers = {name: getattr(self, name) for name in (*_NUMBERS, "fps", "vae")}
         tensors = {name: np.ascontiguousarray(array) for name, array in self._arrays.items()}
         return safetensors.numpy.save(tensors, metadata={"type": "Tail", "numbers": json.dumps(numbers)})
 
@@ -122,8 +124,8 @@ def parse_tail(content: bytes, source: str) -> Tail:
         tensors = safetensors.numpy.load(content)
         height, width, frames, blended, rate = (int(numbers[name]) for name in _NUMBERS)
         measures = height, width, frames, blended, rate
-        smaller, fps = tensors.get("smaller"), float(numbers.get("fps", 0))
-        tail = Tail(tensors["latents"], tensors.get("sound"), *measures, smaller=smaller, fps=fps)
+        smaller, fps, vae = tensors.get("smaller"), float(numbers.get("fps", 0)), str(numbers.get("vae", ""))
+        tail = Tail(tensors["latents"], tensors.get("sound"), *measures, smaller=smaller, fps=fps, vae=vae)
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(
             f"{source} isn't the end of a video, or is damaged ({error}); give a file that Tail.dump wrote",
@@ -150,7 +152,7 @@ def blend_goal(samples: np.ndarray, goal: Tail, begin: int, fps: float) -> np.nd
     """
     if goal.sound is None:
         return samples
-    count = min(goal.samples, samples.shape[1] - begin)
+    count = max(0, min(goal.samples, samples.shape[1] - begin))
     share = np.clip(np.arange(count) / max(1, find_sample(goal.blended, goal.rate, fps)), 0, 1).astype(np.float32)
     blended = samples.copy()
     end = blended[:, begin : begin + count]

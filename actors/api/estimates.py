@@ -10,7 +10,7 @@ from typing import Any
 from actors.api.foresight import Foresight, foresee
 from actors.jobs.queries import Turn
 from actors.jobs.store import JobStore
-from actors.jobs.stored_request import count_made_segments
+from actors.jobs.stored_request import count_left
 from actors.jobs.tables import Job
 from wan_tpu.plan import DECODER, ENCODER
 
@@ -51,7 +51,7 @@ class Pace:
         """Learn from jobs that completed before this process started, given latest first."""
         self._known: dict[int, Seconds] = {}
         for job in reversed(list(jobs)):
-            segments = count_made_segments(job.request)
+            segments = count_left(job.request)
             used = {stage: seconds / segments for stage, seconds in job.stage_seconds.items()}
             denoising = sum(seconds for stage, seconds in used.items() if stage not in (ENCODER, DECODER))
             step_s = denoising / max(1, job.request["steps"])
@@ -125,7 +125,7 @@ class Estimator:
             self._latest = {job.id: job for job in jobs}
             self._pace = Pace(jobs)
             segments = [self._pace.estimate_segment_s(job.request) for job in jobs]
-            self._mean_s = statistics.fmean(segments, [count_made_segments(job.request) for job in jobs])
+            self._mean_s = statistics.fmean(segments, [count_left(job.request) for job in jobs])
 
 
 def choose_poll_ms(eta_s: float | None) -> int:

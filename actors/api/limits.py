@@ -21,7 +21,7 @@ class ServiceLimits:
     video_s: float = 60.0  # How long a video may last that is sent to be continued,
     extended_s: float = 600.0  # and how long what becomes of it, or of a video of this service.
     video_cpu_s: int = 40  # Processor time of each look at it, beside that of the process that reads it.
-    video_wait_s: float = 60.0  # Wall time that this process gets for it in addition.
+    video_wait_s: float = 60.0  # Wall time that this process gets in addition, for all of them in a body.
     # Bodies up to this size are parsed in the ingress itself, larger ones in a process of their own.
     small_bytes: int = 32_768
     body_s: float = 20.0  # How many seconds a body may take to arrive,

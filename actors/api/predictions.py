@@ -1,22 +1,26 @@
 """Predicted seconds of a pipeline's stages, from shipped plans, beside those that a service's jobs have measured."""
 
 import json
+import logging
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from actors.api.http.objects import Object
-from actors.jobs.stored_request import JOB_FIELDS, count_made_segments
+from actors.jobs.stored_request import JOB_FIELDS, count_left
 from actors.jobs.tables import Job
 from actors.pipeline_spec import PipelineSpec
 from actors.planning.slice_description import describe_slice
 from cluster.layout import Pool
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.pricing.question import Question, list_acting
+from wan_tpu.pricing.question import Question, list_acting, locate_plans
+from wan_tpu.reference import restore_references
 from wan_tpu.request import GenerationRequest
 from wan_tpu.spec import ModelSpec
 from wan_tpu.switches import OVERLAPPED, OWN_KERNELS
+
+log = logging.getLogger(__name__)
 
 _MAX_VIDEOS = 8  # So many kinds of videos are compared.
 _ACT_NOT = {"model", "seconds", "skipped"}  # Fields beside the pipeline's own request that no program depends on.
@@ -65,7 +69,7 @@ class AdminStage(Object):
 
 
 def predict(spec: PipelineSpec) -> tuple[PredictedPool, ...]:
-    """Return a pipeline's pools with what is predicted for them. Real slices need JAX for that, but no compiler."""
+    """Return a pipeline's pools with what is predicted for them. Models with shipped plans need JAX for that."""
     return tuple(_predict(spec, pool) for pool in spec.layout.pools)
 
 
@@ -75,7 +79,12 @@ def _predict(spec: PipelineSpec, pool: Pool) -> PredictedPool:
         return PredictedPool(pool.name, kind, pool.stages, "on slices that are emulated", ())
     if (settings.kernels, settings.collectives) != (OWN_KERNELS, OVERLAPPED):
         return PredictedPool(pool.name, kind, pool.stages, "with kernels or collectives switched off", ())
-    predictions = tuple(_read_shipped(spec, pool))
+    predictions: tuple[Prediction, ...] = ()
+    try:
+        if locate_plans(spec.model.name).exists():
+            predictions = tuple(_read_shipped(spec, pool))
+    except Exception:  # A service is as good without.
+        log.exception("nothing is predicted for pool %s", pool.name)
     return PredictedPool(pool.name, kind, pool.stages, f"on {kind} in {settings.dtype}", predictions)
 
 
@@ -87,7 +96,7 @@ def _read_shipped(spec: PipelineSpec, pool: Pool) -> Iterator[Prediction]:
         question = shipped.question
         if (question.slice, question.dtype) != (pool.slice.name, spec.settings.dtype) or not shipped.is_for(pool.mesh):
             continue
-        request = GenerationRequest(**question.request)
+        request = GenerationRequest(**restore_references(question.request))
         try:
             plan = model.plan(request, image="t2v" not in model.tasks, last=model.last_images == "required")
         except InvalidRequest:
@@ -119,7 +128,7 @@ def compare(pools: Sequence[PredictedPool], jobs: Iterable[Job], spec: ModelSpec
     """
     videos: dict[str, _Video] = {}
     for job in jobs:
-        if job.attempts == 1 and count_made_segments(job.request):
+        if job.attempts == 1:
             request = list_acting({name: value for name, value in job.request.items() if name not in JOB_FIELDS})
             video = _Video(request, _has_usual_inputs(job, spec))
             videos.setdefault(json.dumps([request, video.is_usual], sort_keys=True), video).jobs.append(job)
@@ -139,11 +148,7 @@ def _compare(pool: PredictedPool, video: _Video) -> Iterator[AdminStage]:
     by_video = (known.seconds for known in pool.predictions if video.is_usual and known.request == video.request)
     predicted: Mapping[str, float] = next(by_video, {})
     for stage in pool.stages:
-        times = [
-            job.stage_seconds[stage] / count_made_segments(job.request)
-            for job in video.jobs
-            if stage in job.stage_seconds
-        ]
+        times = [job.stage_seconds[stage] / count_left(job.request) for job in video.jobs if stage in job.stage_seconds]
         if times or stage in predicted:
             inputs = "" if video.is_usual else " with these inputs"
             known, took = predicted.get(stage), statistics.median(times) if times else None

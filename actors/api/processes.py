@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from actors.api.predictions import PredictedPool, predict
 from actors.api.settings import ServiceSettings
 from actors.observe.logs import log_as_json, log_event
 from actors.observe.status_actor import ReportedStatus, StatusActor
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from actors.api.core.service import Service
     from actors.api.http.admin import SlicesReader
+    from actors.api.predictions import PredictedPool
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Ingress:
     """Answers HTTP."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: ServiceSettings, spec: ModelSpec, pipeline: str, pools: tuple[PredictedPool, ...]
+        self, settings: ServiceSettings, spec: ModelSpec, pipeline: str, pools: "tuple[PredictedPool, ...]"
     ) -> None:
         """Open the database and the storage. `/admin` shows the slices of the `pipeline` of this name, and `pools`."""
         from actors.api.core.service import Service
@@ -66,7 +66,7 @@ class Ingress:
 
 
 def make_served_app(
-    service: "Service", read_slices: "SlicesReader" = lambda: None, pools: tuple[PredictedPool, ...] = ()
+    service: "Service", read_slices: "SlicesReader" = lambda: None, pools: "tuple[PredictedPool, ...]" = ()
 ) -> "FastAPI":
     from actors.api.http.app import make_app
     from actors.api.http.middleware import OneRequestId
@@ -120,6 +120,8 @@ class ServiceWorker:
 
 
 def make_ingress(settings: ServiceSettings, spec: PipelineSpec, *, replicas: int = 1) -> Any:
+    from actors.api.predictions import predict
+
     deployment = serve.deployment(
         num_replicas=replicas,
         max_ongoing_requests=REQUESTS,

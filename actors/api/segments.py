@@ -7,7 +7,7 @@ from actors.errors import PipelineError
 from actors.jobs.stored_request import JOB_FIELDS, Redo, count_segments, read_redo
 from actors.jobs.tables import Job
 from wan_tpu.errors import InvalidRequest
-from wan_tpu.reference import GOAL, TAIL
+from wan_tpu.reference import GOAL, TAIL, restore_references
 from wan_tpu.request import FIELDS, GenerationRequest, ResolvedRequest
 from wan_tpu.segments import MOTION, check_segment, continue_request
 from wan_tpu.spec import ModelSpec
@@ -27,7 +27,7 @@ def read_request(job: Job, catalogue: Catalogue) -> GenerationRequest:
         raise PipelineError(
             f"it was accepted by a later version, with {', '.join(unknown)}; a worker of that version will run it"
         )
-    return GenerationRequest(**fields | {"loras": catalogue.resolve(fields.get("loras", ()))})
+    return GenerationRequest(**restore_references(fields) | {"loras": catalogue.resolve(fields.get("loras", ()))})
 
 
 def can_read(job: Job) -> bool:
@@ -36,7 +36,7 @@ def can_read(job: Job) -> bool:
     if _list_unknown(job):
         return False
     try:
-        GenerationRequest(**fields)
+        GenerationRequest(**restore_references(fields))
     except InvalidRequest:  # A later version takes more values.
         return False
     return True

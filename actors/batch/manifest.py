@@ -14,13 +14,15 @@ with the number of earlier lines.
 """
 
 import dataclasses
+import functools
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from actors.batch.inputs import (
     Picture,
@@ -46,30 +48,24 @@ from wan_tpu.errors import InvalidInput, WanTpuError
 from wan_tpu.identity import Source, identify
 from wan_tpu.plan import RequestPlan
 from wan_tpu.request import IMAGES, GenerationRequest
+from wan_tpu.requested_adapter import RequestedAdapter
+from wan_tpu.segments import check_segments
+from wan_tpu.spec import ModelSpec
 from wan_tpu.storage.addresses import absolute, is_bucket, split_location
 
-_READERS = 4  # Images read at a time: enough to hide a bucket's latency, few enough to hold in memory.
-_CHUNK = 1000  # Lines whose images are read together.
+_READERS = 4  # Files read at a time: enough to hide a bucket's latency, few enough to hold in memory.
+_CHUNK = 1000  # Lines whose files are read together.
 _TEXTS = ("prompt", "negative_prompt", "seed")  # Fields that only a plan's own texts and seed depend on.
 _IN_BUCKETS = "files_in_buckets"  # What decides a video beside its fields: digests of its video and references there.
 _NO_IMAGES: Mapping[str, Picture] = MappingProxyType({})
 _MAX_SETTINGS = 4096  # Distinct settings remembered; lines usually differ only in texts, seeds and files.
 
 
-class MakePlan(Protocol):
-    """Plans a request without needing its images: `ModelSpec.plan`."""
-
-    def __call__(
-        self, request: GenerationRequest, *, image: bool, last: bool, picture: tuple[int, int] | None
-    ) -> RequestPlan:
-        """Return the request's plan; raises `InvalidRequest` if the model can't make it."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LineSettings:
     """The common part of lines that differ only in texts, seeds and images of the same size."""
 
-    planner: MakePlan
+    model: ModelSpec
     fields: Mapping[str, Any]  # The fields of `GenerationRequest` that the lines share.
     decides: Mapping[str, Any]  # The same fields as plain JSON values.
     sources: tuple[Source, ...]  # Local files of video and references, and the adapters, including those of a preset.
@@ -79,7 +75,7 @@ class LineSettings:
         fields, digests = read_files(self.fields)
         if digests != self.decides.get(_IN_BUCKETS, []):
             raise InvalidInput("its video or a reference has changed since the manifest was read; run the batch again")
-        return _plan(self.planner, GenerationRequest(**fields, **texts), images)
+        return _plan(self.model, GenerationRequest(**fields, **texts), images)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -129,11 +125,14 @@ class Manifest:
     bad: tuple[BadLine, ...]
 
 
-def read_manifest(location: str | Path, planner: MakePlan) -> Manifest:
+def read_manifest(
+    location: str | Path, model: ModelSpec, check_adapter: Callable[[RequestedAdapter], object] = lambda adapter: None
+) -> Manifest:
     """Read, check and plan every line, images included.
 
     Args:
-        planner: The model's `ModelSpec.plan`, which raises `InvalidRequest` if it can't make what a line requests.
+        model: The model, which may not be able to make what a line requests.
+        check_adapter: Called once with each adapter; raises `WanTpuError` if that doesn't fit the model.
 
     Raises:
         StorageError: The manifest can't be read.
@@ -144,7 +143,7 @@ def read_manifest(location: str | Path, planner: MakePlan) -> Manifest:
     where = absolute(str(location))
     if not name:
         raise InvalidInput(f"{location} is a folder; give the path of a file with one JSON object per line")
-    reader, names = _Reader(absolute(folder), planner), _Names()
+    reader, names = _Reader(absolute(folder), model, check_adapter), _Names()
     entries: list[Entry] = []
     bad: list[BadLine] = []
     lines = ((number, line) for number, line in enumerate(_read_lines(where), 1) if line.strip())
@@ -167,23 +166,22 @@ def read_manifest(location: str | Path, planner: MakePlan) -> Manifest:
 class _Reader:
     """Turns lines into entries, and computes once what they share."""
 
-    def __init__(self, folder: str, planner: MakePlan) -> None:
+    def __init__(self, folder: str, model: ModelSpec, check_adapter: Callable[[RequestedAdapter], object]) -> None:
         """Start relative paths at `folder`."""
-        self._folder, self._planner = folder, planner
+        self._folder, self._model, self._check_adapter = folder, model, functools.cache(check_adapter)
         self._pictures: dict[str, Picture | str] = {}  # By location; a string says why an image can't be read.
         self._sources: dict[str, Source | None] = {}  # By location.
-        self._settings: dict[
-            str, LineSettings | str
-        ] = {}  # By the text of the fields; a string says why they are invalid.
+        # By the text of the fields; a string says why they are invalid.
+        self._settings: dict[str, Future[LineSettings | str]] = {}
+        self._lock = threading.Lock()
 
     def read(self, lines: Iterable[tuple[int, bytes]], threads: Executor) -> Iterator[Entry | BadLine]:
-        """Yield an entry or an error for each of some lines. Their images are read together, by `threads`."""
+        """Yield an entry or an error for each of some lines. Their files are read together, by `threads`."""
         parsed = [self._parse(number, line) for number, line in lines]
         places = (place for item in parsed if isinstance(item, tuple) for place in item[1].values())
         new_places = [place for place in dict.fromkeys(places) if place not in self._pictures]
         self._pictures.update(zip(new_places, threads.map(read_picture, new_places), strict=True))
-        for item in parsed:
-            yield item if isinstance(item, BadLine) else self._make_entry(*item)
+        yield from threads.map(lambda item: item if isinstance(item, BadLine) else self._make_entry(*item), parsed)
 
     def _parse(self, number: int, line: bytes) -> tuple[ParsedLine, dict[str, str]] | BadLine:
         """Return a line's fields and the locations of its images."""
@@ -209,7 +207,7 @@ class _Reader:
         try:
             images = {name: self._get_picture(place) for name, place in places.items()}
             request = GenerationRequest(**texts)
-            settings = self._get_settings(line.fields, texts, images)
+            settings = self._get_settings(line, texts, images)
             if not request.prompt:  # Settings are planned once for all of their lines' texts.
                 settings.plan(texts, images).check_prompt()
         except WanTpuError as error:
@@ -237,25 +235,38 @@ class _Reader:
             raise InvalidInput(picture)
         return picture
 
-    def _get_settings(
-        self, fields: dict[str, Any], texts: dict[str, Any], images: Mapping[str, Picture]
-    ) -> LineSettings:
+    def _get_settings(self, line: ParsedLine, texts: dict[str, Any], images: Mapping[str, Picture]) -> LineSettings:
         """Return the settings of a line, planned for the first line that has them."""
-        key = repr((fields, [(name, picture.height, picture.width) for name, picture in images.items()]))
-        settings = self._settings.get(key)
-        if settings is None:
-            if len(self._settings) >= _MAX_SETTINGS:
-                self._settings.clear()
-            settings = self._settings[key] = self._plan(fields, texts, images)
+        sizes = [(name, picture.height, picture.width) for name, picture in images.items()]
+        key = repr((line.fields, sizes, "next_prompts" in line.segments, line.segments.get("continue_by")))
+        with self._lock:
+            future = self._settings.get(key)
+            if is_new := future is None:
+                if len(self._settings) >= _MAX_SETTINGS:
+                    self._settings.clear()
+                future = self._settings[key] = Future()
+        if is_new:
+            try:
+                future.set_result(self._plan(line, texts, images))
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+        settings = future.result()
         if isinstance(settings, str):
             raise InvalidInput(settings)
         return settings
 
-    def _plan(self, fields: dict[str, Any], texts: dict[str, Any], images: Mapping[str, Picture]) -> LineSettings | str:
+    def _plan(self, line: ParsedLine, texts: dict[str, Any], images: Mapping[str, Picture]) -> LineSettings | str:
         try:
-            read, digests = read_files(fields)
+            read, digests = read_files(line.fields)
             request = GenerationRequest(**read, **texts)
-            resolved = _plan(self._planner, request, images).request
+            plan = _plan(self._model, request, images)
+            resolved = plan.request
+            for adapter in resolved.loras:
+                self._check_adapter(adapter)
+            if prompts := line.segments.get("next_prompts"):
+                first = fix_length(self._model, plan).request
+                check_segments(self._model, first, prompts, line.segments.get("continue_by"))
         except WanTpuError as error:
             return str(error)
         files = resolved.video, *(reference.path for reference in resolved.references or ())
@@ -263,7 +274,7 @@ class _Reader:
         paths += [file for file in files if isinstance(file, str) and not is_bucket(file)]
         sources = [source for place in dict.fromkeys(paths) if (source := self._get_source(place)) is not None]
         decides = request.to_json() | ({_IN_BUCKETS: digests} if digests else {})
-        return LineSettings(self._planner, fields, decides, tuple(sources))
+        return LineSettings(self._model, line.fields, decides, tuple(sources))
 
     def _get_source(self, place: str) -> Source | None:
         if place not in self._sources:
@@ -308,10 +319,18 @@ def _list_folders(name: str) -> Iterator[str]:
         end = name.find("/", end + 1)
 
 
-def _plan(planner: MakePlan, request: GenerationRequest, images: Mapping[str, Picture]) -> RequestPlan:
+def fix_length(model: ModelSpec, first: RequestPlan) -> RequestPlan:
+    """Return the plan of a line's first segment: all of them have one length, even where the model chooses it."""
+    if not first.has_open_length:
+        return first
+    frames = min(model.defaults.frames, first.request.frames)
+    return model.plan(dataclasses.replace(first.request, frames=frames, max_seconds=None))
+
+
+def _plan(model: ModelSpec, request: GenerationRequest, images: Mapping[str, Picture]) -> RequestPlan:
     leading = next((images[name] for name in IMAGES if name in images), None)
     size = None if leading is None else (leading.height, leading.width)
-    return planner(request, image="image" in images, last="last_image" in images, picture=size)
+    return model.plan(request, image="image" in images, last="last_image" in images, picture=size)
 
 
 def _read_lines(location: str) -> Iterator[bytes]:

@@ -135,7 +135,7 @@ class _OneRequest:
         self._tell(DECODER)
         overlap, tail = pipe.runtime.model.spec.overlap, None
         if request.keeps_tail and overlap is not None:
-            tail = cut_tail(overlap, request, Ending.of_state(overlap, finished), *sound)
+            tail = cut_tail(pipe.runtime.model.spec, request, Ending.of_state(overlap, finished), *sound)
         end = None if tail is None else tail.dump()
         return GeneratedVideo(mp4.content, tuple(warnings), mp4.last_frame, request.frames, end)
 

@@ -12,9 +12,10 @@ from tqdm import tqdm
 
 from actors import interrupts
 from actors.batch.attempt import LineAttempt, Output, run_to_end
-from actors.batch.lines import RESULTS, record_name
+from actors.batch.lines import RESULTS, preview_name, record_name
 from actors.batch.manifest import Entry, Manifest
 from actors.batch.results import Provenance, Result, Results, settle
+from actors.batch.segments import name_segment
 from actors.engine import Engine, OnEvent
 from wan_tpu.errors import InvalidInput, InvalidRequest, WanTpuError
 from wan_tpu.progress import Bar, Progress, Silent
@@ -99,7 +100,8 @@ def open_batch(
         raise InvalidRequest(f"in_flight is {in_flight}; allowed: 1 to 10000")
     start = time.monotonic()
     output.probe()
-    names = (name for entry in manifest.entries for name in (entry.output, record_name(entry.output)))
+    naming = (str, record_name, preview_name) if previews else (str, record_name)
+    names = (name(entry.output) for entry in manifest.entries for name in naming)
     with output.claim(itertools.chain(names, [RESULTS])):
         provenance = Provenance(model, precision)
         batch = Batch(output, in_flight, provenance, previews, tell, start, Results(_find_last_line(manifest)))
@@ -202,8 +204,8 @@ class Batch:
                 if attempt.result is not None:  # Also if this was cancelled while the video was being published.
                     self._note(entry, attempt.result)
             bar.step()
-            if attempt.is_over:
-                await engine.forget(entry.id)
+            for segment in range(1 + len(entry.next_prompts)) if attempt.is_over else ():
+                await engine.forget(name_segment(entry, segment))
 
     def _note(self, entry: Entry, result: Result) -> None:
         self.videos_made += result.status == "done"

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from actors.batch.manifest import Entry
+from actors.batch.manifest import Entry, fix_length
 from actors.engine import Engine, GeneratedVideo, OnEvent, OnPreview
+from actors.errors import RequestFailed
 from wan_tpu.media.joining import join_videos
 from wan_tpu.media.reading import read_frame
 from wan_tpu.media.temporary import open_folder
@@ -47,11 +48,8 @@ class LineSegments:
 
     def __init__(self, model: ModelSpec, first: RequestPlan, entry: Entry) -> None:
         """Check them, which takes a while; raises `InvalidRequest` if the model can't make one of them."""
-        if first.has_open_length:  # All segments have one length.
-            frames = min(model.defaults.frames, first.request.frames)
-            first = model.plan(dataclasses.replace(first.request, frames=frames, max_seconds=None))
-        self._model, self._first, self._entry = model, first, entry
-        self._motion = check_segments(model, first.request, entry.next_prompts, entry.continue_by)
+        self._model, self._first, self._entry = model, fix_length(model, first), entry
+        self._motion = check_segments(model, self._first.request, entry.next_prompts, entry.continue_by)
         self._shared = count_shared(model, motion=self._motion)
 
     async def make(
@@ -64,12 +62,15 @@ class LineSegments:
         for index in range(1 + len(self._entry.next_prompts)):
             plan = await asyncio.to_thread(self._plan, index, video, parts)
             video = await generate(plan, index)
+            if plan.request.keeps_tail and video.tail is None:  # A final failure, after which no snapshot stays.
+                raise RequestFailed(
+                    "an earlier version's snapshot lacks the end of a segment; run the batch again", "error"
+                )
             warnings |= dict.fromkeys(video.warnings)
             parts.append(folder / f"{index}.mp4")
             await asyncio.to_thread(parts[-1].write_bytes, video.mp4)
-        assert video is not None
         mp4 = await asyncio.to_thread(_join, parts)
-        return dataclasses.replace(video, mp4=mp4, warnings=tuple(warnings))
+        return GeneratedVideo(mp4, tuple(warnings))
 
     def _plan(self, index: int, before: GeneratedVideo | None, parts: list[Path]) -> RequestPlan:
         """Return the plan of a segment, which begins with what the one before has left."""

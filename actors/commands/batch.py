@@ -24,12 +24,12 @@ def batch(argv: Sequence[str]) -> None:
     check_range(args, "in_flight", 1, MAX_IN_FLIGHT)
 
     with heavy_imports():
-        from actors.batch.checking import CheckingPlanner
         from actors.batch.manifest import read_manifest
         from actors.batch.one_process import OneProcessEngine
         from actors.batch.run import open_batch, say
         from actors.batch.spans import LatestSpans
         from actors.pipeline_spec import PipelineSettings
+        from wan_tpu.adapters.checking import check_visible
         from wan_tpu.media.video import check_ffmpeg
         from wan_tpu.pipeline import load_pipeline
         from wan_tpu.progress import Console
@@ -47,8 +47,8 @@ def batch(argv: Sequence[str]) -> None:
         preview_decoder=args.preview_decoder,
     )
     engine = OneProcessEngine(pipe)
-    planner = CheckingPlanner(engine.model, args.model_id)
-    manifest, output = read_manifest(args.manifest, planner), open_storage(args.output)
+    manifest = read_manifest(args.manifest, engine.model, lambda adapter: check_visible(args.model_id, [adapter]))
+    output = open_storage(args.output)
     spans = LatestSpans()
     opening = open_batch(
         manifest,

@@ -61,12 +61,12 @@ def drive(argv: Sequence[str]) -> None:
 
 def _drive(args: argparse.Namespace, explicit: Collection[str], live: LiveConsole) -> "BatchReport":
     with heavy_imports():
-        from actors.batch.checking import CheckingPlanner
         from actors.batch.manifest import read_manifest
         from actors.batch.run import open_batch
         from actors.batch.spans import LatestSpans
         from actors.pipeline.acquire import find_reusable
         from actors.pipeline.leftovers import delete_leftovers
+        from wan_tpu.adapters.checking import check_visible
 
     output = open_storage(args.output)
     live.tell("joining the cluster")
@@ -78,7 +78,9 @@ def _drive(args: argparse.Namespace, explicit: Collection[str], live: LiveConsol
         for text in explain_ineffective(args, explicit, running):
             live.print_line(text)
     live.tell("reading the manifest")
-    manifest = read_manifest(args.manifest, CheckingPlanner(spec.model, spec.settings.checkpoint))
+    manifest = read_manifest(
+        args.manifest, spec.model, lambda adapter: check_visible(spec.settings.checkpoint, [adapter])
+    )
     opening = open_batch(
         manifest,
         output,

@@ -93,7 +93,11 @@ def _add_limits(parser: Parser) -> None:
     group = parser.add_group("limits", f'"{NONE}" removes the key\'s own limit.')
     for name, kind, text in (
         ("per_minute", float, "requests that the key may send per minute, on average"),
-        ("waiting", int, "how many segments may wait (most videos have one); without this limit, half of the queue"),
+        (
+            "waiting",
+            int,
+            "how many segments for a model may wait (most videos have one); without this limit, half its queue",
+        ),
         ("running", int, "how many of its jobs may run at a time"),
         ("priority", int, "the highest priority that its jobs may have; without this limit, 0"),
         ("days", float, "number of days from now after which the key expires"),
@@ -154,13 +158,13 @@ def _describe(key: "ApiKey") -> str:
 def _print_usage(database: Any, days: int) -> None:
     from actors.jobs.keys import list_keys
     from actors.jobs.tables import Usage
-    from actors.jobs.usage import read_stored, read_usage
+    from actors.jobs.usage import read_usage, sum_stored
 
     first = datetime.datetime.now(datetime.UTC).date() - datetime.timedelta(days=days - 1)
     names = {key.id: key.name for key in list_keys(database)}
     print(f"since {first}, UTC")
     print(f"{'videos':>8} {'failed':>8} {'chip-seconds':>14} {'dollars':>10} {'GB now':>8}  key")
-    stored = read_stored(database)
+    stored = sum_stored(database)
     usage_by_owner = dict.fromkeys(stored, Usage(owner="", day="")) | read_usage(database, first=first.isoformat())
     if not usage_by_owner:
         print("no job has ended since then, and none has files", file=sys.stderr)

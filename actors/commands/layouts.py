@@ -56,7 +56,8 @@ def _describe(layout: Layout) -> dict[str, Any]:
     """Return a layout's values by the table's columns. An emulated layout has "-" for chips and GiB."""
     is_emulated = layout.devices_per_host is not None
     stages = [stage for pool in layout.pools for stage in pool.stages if stage not in ("encoder", "decoder")]
-    experts = [stage for stage in stages if stage.startswith("denoise") and stage != "denoise_ref"]
+    optional = {stage for name in list_published() for stage in published_spec(name).optional_stages}
+    experts = [stage for stage in stages if stage.startswith("denoise") and stage not in optional]
     repeated = "".join(f", {stage}" for stage in stages if stage not in experts)  # Others that denoise.
     return {
         "layout": Path(layout.source).stem,

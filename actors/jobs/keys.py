@@ -35,7 +35,7 @@ class KeyLimits:
     scopes: tuple[str, ...] = (MAKE, READ)
     # How many requests it may send, on average, and for how many segments it may ask.
     requests_per_minute: float | None = None
-    waiting: int | None = None  # How many segments of its jobs may wait at a time; most jobs have one.
+    waiting: int | None = None  # How many segments of its jobs for one model may wait; most jobs have one.
     running: int | None = None  # How many of its jobs may run at a time.
     priority: int = 0
     days: float | None = None  # For how many days from now the key is valid.

@@ -18,7 +18,7 @@ from actors.jobs.errors import IdempotencyConflict, JobError, JobNotFound, JobUn
 from actors.jobs.migrations.migrate import migrate
 from actors.jobs.queries import BY_ID, BY_ID_WITH_POSITION, PRIVATE, WITH_POSITION, Turn, find_earlier, select_repeated
 from actors.jobs.sharing import share
-from actors.jobs.stored_request import count_made_segments
+from actors.jobs.stored_request import count_left
 from actors.jobs.tables import Delivery, File, Job
 from actors.jobs.values import CANCELLED, Counts, JobSettings, Room, Status, is_id
 
@@ -83,7 +83,7 @@ class JobStore:
             if earlier is not None:
                 _check_body(earlier, job.body_digest)
                 return earlier, False
-            job.segments_left = count_made_segments(job.request)
+            job.segments_left = count_left(job.request)
             check_room(session, job.owner, job.segments_left, job.model, room)
             job.created_at = self._database.now(session)
             job.round = choose_round(session, job.owner, job.priority, job.model, job.created_at)

@@ -119,13 +119,11 @@ def set_frames(request: Mapping[str, Any], frames: int) -> dict[str, Any]:
     return {**request, "frames": frames, **added}
 
 
-def count_made_segments(request: Mapping[str, Any]) -> int:
-    """Return how many segments are generated for a job's request: only one, if it makes that of another job again."""
-    return count_left(request)
-
-
 def count_left(request: Mapping[str, Any], finished: int = 0) -> int:
-    """Return how many segments are still to be generated for a job's request after the first `finished` ones."""
+    """Return how many segments are still to be generated for a job's request after the first `finished` ones.
+
+    A job that makes a segment of another one again generates only that.
+    """
     if (redo := read_redo(request)) is not None:
         return int(finished < redo.segment)
     return count_segments(request) - finished

@@ -280,7 +280,7 @@ class ApiKey(Table, kw_only=True):
     requests_per_minute: Mapped[float | None] = mapped_column(default=None)
     # What the key may do, comma-separated: some of `keys.SCOPES`.
     scopes: Mapped[str] = mapped_column(String(64), default="make,read")
-    # How many of its jobs may wait; None for the service's share of the queue.
+    # How many segments of its jobs for one model may wait; None for the service's share of the queue.
     waiting: Mapped[int | None] = mapped_column(default=None)
     # How many of its jobs may run at a time; None for no limit.
     running: Mapped[int | None] = mapped_column(default=None)

@@ -50,10 +50,9 @@ def read_usage(
         return {row.owner: Usage(day="", **row._asdict()) for row in session.execute(query)}
 
 
-def read_stored(database: Database, owner: str | None = None) -> dict[str, int]:
-    """Return how many bytes the files of each key's jobs take in storage, by the key's id; None for all keys."""
-    whose = File.owner.is_not(None) if owner is None else File.owner == owner
-    query = select(File.owner, func.sum(File.size)).where(whose).group_by(File.owner)
+def sum_stored(database: Database) -> dict[str, int]:
+    """Return how many bytes the files of each key's jobs take in storage, by the key's id."""
+    query = select(File.owner, func.sum(File.size)).where(File.owner.is_not(None)).group_by(File.owner)
     with database.read() as session:
         return {key: int(size) for key, size in session.execute(query) if key is not None}
 
@@ -73,5 +72,5 @@ class StoredBytes:
         with self._lock:
             now = self._clock()
             if self._summed_at is None or now - self._summed_at >= _SUM_EVERY_S:
-                self._sums, self._summed_at = read_stored(self._database), now
+                self._sums, self._summed_at = sum_stored(self._database), now
             return self._sums

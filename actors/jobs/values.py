@@ -49,8 +49,9 @@ class JobSettings:
 class Room:
     """What a new job must leave room for: segments that wait, and files. Most jobs have one segment.
 
-    `queue` and `owner` are how many segments may wait, in total and of one owner; None for any number. Even in
-    a full queue, an owner may have as many waiting as half of the queue divided by the number of owners that wait.
+    `queue` and `owner` are how many segments for the job's model may wait, in total and of one owner; None for any
+    number. Even in a full queue, an owner may have as many waiting as half of the queue divided by the number of owners
+    that wait.
     """
 
     queue: int | None = None

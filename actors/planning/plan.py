@@ -210,7 +210,8 @@ def _print_costs(args: argparse.Namespace) -> None:
     if layout is not None:
         layout.check_stages(tuple(spec.components), spec.optional_stages)
         if missing := ", ".join(sorted(_list_stages(spec, request) - layout.stages)):
-            raise InvalidInput(f"{args.layout} has no {missing}, which these requests need; leave --references out")
+            cause = "--references" if args.references else f"--preset {args.preset}"
+            raise InvalidInput(f"{args.layout} has no {missing}, which {cause} needs; leave that out, or add the stage")
     measured = ""
     for kind in [pool.slice for pool in layout.pools] if layout else map(SliceSpec, args.slice):
         assumptions.prices.chip_hour(

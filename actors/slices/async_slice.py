@@ -51,7 +51,8 @@ class AsyncSlice:
         self._on_lost = on_lost
         self._lanes = {lane: asyncio.Lock() for lane in LANES}
         self._fastest: dict[tuple[str, Hashable], float] = {}  # Seconds of the fastest call of a kind.
-        self._compiling: Start | None = None  # Since when the call in lockstep has been compiling.
+        # The task whose call in lockstep compiles, and since when.
+        self._compiling: tuple[asyncio.Task[Any] | None, Start] | None = None
 
     async def call(self, method: str, *args: Any, lane: Lane = "lockstep", kind: Hashable | None = None) -> Returned:
         """Run a method of the hosts, as `Slice.call` does.
@@ -73,7 +74,8 @@ class AsyncSlice:
         timeouts = self._slice.timeouts
         fastest = None if kind is None else self._fastest.get((method, kind))
         limit_s = timeouts.build_s if fastest is None else max(timeouts.hung_s, HANG_FACTOR * fastest)
-        watch = self._note_progress if lane == "lockstep" else None
+        task = asyncio.current_task()
+        watch = functools.partial(self._note_progress, task) if lane == "lockstep" else None
         run = functools.partial(self._slice.call, method, *args, lane=lane, timeout_s=limit_s, on_progress=watch)
         try:
             async with self._lanes[lane]:  # Calls don't wait in threads: many may wait for one slow download.
@@ -91,21 +93,21 @@ class AsyncSlice:
                 raise InputLost(f"{self._slice.name}: {method} can't get its input ({type(cause).__name__})") from None
             raise self._classify(method, cause, fitted=fastest is not None) from None
         finally:
-            if watch is not None:
+            if self._compiling is not None and self._compiling[0] is task:
                 self._compiling = None
 
     async def find_compiling(self, work: asyncio.Task[Any]) -> Start | None:
-        """Wait until work ends, and return None, or until the slice compiles: since when, in that case."""
+        """Wait until work ends, and return None, or until the slice compiles for it: since when, in that case."""
         while not work.done():
-            since = self._compiling
-            if since is not None and since.elapsed_s >= COMPILING_S:
+            task, since = self._compiling or (None, None)
+            if task is work and since is not None and since.elapsed_s >= COMPILING_S:
                 return since
             await asyncio.wait([work], timeout=_LOOK_S)
         return None
 
-    def _note_progress(self, progress: HostProgress) -> None:
-        """Note since when the first host compiles. This is called in a thread of the call."""
-        self._compiling = None if progress.within_s is None else self._compiling or Start()
+    def _note_progress(self, task: asyncio.Task[Any] | None, progress: HostProgress) -> None:
+        """Note since when the first host compiles for a task. This is called in a thread of the call."""
+        self._compiling = None if progress.within_s is None else self._compiling or (task, Start())
 
     def _classify(self, method: str, cause: BaseException | None, *, fitted: bool) -> PipelineError:
         """Return the error that says what is to blame; `fitted` says that the same kind of call has fit before."""

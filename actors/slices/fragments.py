@@ -101,7 +101,7 @@ class FragmentTaker:
     """Takes the fragments of one video, or of a part of it, from its host, while the slice decodes it.
 
     Attributes:
-        begun: Set when the decoder has its turn: until then, others use the lane.
+        has_begun: Set when the decoder has its turn: until then, others use the lane.
     """
 
     def __init__(self, slice_: AsyncSlice, host_key: str, first: int = 0) -> None:

@@ -250,14 +250,14 @@ class StageHost(HostProfile):
         if work.ending is None or self._spec.overlap is None:
             return None
         samples, rate = sound or (None, None)
-        tail = cut_tail(self._spec.overlap, work.request, work.ending, samples, rate)
+        tail = cut_tail(self._spec, work.request, work.ending, samples, rate)
         return None if tail is None else tail.dump()
 
     # ---- Beside the lockstep, without collectives.
 
     def check_adapters(self, plan: RequestPlan) -> None:
         """Read a request's adapters into host memory, or raise the error that `fetch_adapters` would."""
-        self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan))
+        stages.fetch_adapters(self._runtime, plan.request, self._stages_of(plan))
 
     def fetch_text_adapters(self, plan: RequestPlan) -> None:
         """Read what a request's adapters change of the encoder into host memory, where `encode_text` takes it."""
@@ -269,7 +269,7 @@ class StageHost(HostProfile):
         On this slice the request runs with this content, even if the files change meanwhile. The result is what the
         files ask for that isn't done.
         """
-        adapters = self._runtime.fetch_adapters(plan.request.loras, self._stages_of(plan))
+        adapters = stages.fetch_adapters(self._runtime, plan.request, self._stages_of(plan))
         self._fetched.put(plan, adapters)
         return list_adapter_warnings(adapters)
 

@@ -57,7 +57,7 @@ class SliceFacts:
 
 @dataclasses.dataclass
 class Visit:
-    """A request on the hosts: the key of its arrays there, and whether they have been taken out already."""
+    """A request on the hosts: the key of its arrays there, and whether there are none (yet, or any more)."""
 
     host_key: str
     is_empty: bool = False
@@ -256,6 +256,8 @@ class StageRunner:
                 if state is None and count == 1:
                     await self._slice.side("draw_ahead", visit.host_key, plan.request)
                     state = await self._wait_for_latents(request)
+                else:
+                    visit.is_empty = True
                 for chunk in chunks:
                     fetch = Start()
                     [ref] = await scope.get(state) if chunk is None else [await self._wait_for_chunk(request, chunk)]
@@ -265,6 +267,7 @@ class StageRunner:
                             [ref] = await fetch_again(scope, [state], [ref], fetch.elapsed_s - fetched_s)
                         start = Start()
                         args = plan.request, ref, request.fragments, chunk
+                        visit.is_empty = False
                         nbytes = (await self._slice.side("prepare_decode", visit.host_key, *args)).value
                         del args, ref
                         yield self._make_first_span(request, DECODER, start, nbytes)

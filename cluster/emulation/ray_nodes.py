@@ -199,12 +199,12 @@ def processes(folder: Path) -> list[psutil.Process]:
     return matches
 
 
-def kill(victims: list[psutil.Process], timeout_s: float = 10) -> None:
+def kill(victims: list[psutil.Process]) -> None:
     """Kill processes with SIGKILL, which also ends stopped ones, and wait until they are gone."""
     for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(victims, timeout=timeout_s)
+    psutil.wait_procs(victims, timeout=10)
 
 
 def _read_log_ends(folder: Path) -> str:

@@ -27,7 +27,7 @@ def main(argv):
         except MountsRefused as error:
             print(f"refused: {error}", file=sys.stderr)
             sys.exit(77)
-    with open_batch(read_manifest(manifest, SPEC.plan), open_storage(output), in_flight=2, model="test") as batch:
+    with open_batch(read_manifest(manifest, SPEC), open_storage(output), in_flight=2, model="test") as batch:
         report = batch.run(Engine(float(seconds)))
     print(report.summarize())
     for result in report.results:

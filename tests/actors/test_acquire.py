@@ -85,7 +85,7 @@ def test_requests_in_flight_follow_the_layout(layout, expected):
 def request(folder, id_, **fields):
     path = folder / "requests.jsonl"
     path.write_text(json.dumps({"id": id_, "prompt": ""} | fields))
-    return read_manifest(path, SPEC.plan).entries[0]
+    return read_manifest(path, SPEC).entries[0]
 
 
 def save(settings, entry, steps=(2, 3)):

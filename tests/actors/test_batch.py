@@ -29,7 +29,7 @@ def batch(storage, tmp_path):
         path.write_text(
             "\n".join(line if isinstance(line, str) else json.dumps({"prompt": ""} | line) for line in lines)
         )
-        manifest = read_manifest(path, SPEC.plan)
+        manifest = read_manifest(path, SPEC)
         with open_batch(manifest, output, **settings, tell=tell or (lambda _: None)) as opened:
             return opened.run(engine or Engine())
 
@@ -163,11 +163,11 @@ def test_records_are_read_once_and_no_engine_is_needed_for_nothing(emulator, gcs
     """Whether there is anything to do is known before anything that makes videos is up."""
     path = tmp_path / "requests.jsonl"
     path.write_text(json.dumps({"prompt": ""} | CAT))
-    with open_batch(read_manifest(path, SPEC.plan), gcs) as opened:
+    with open_batch(read_manifest(path, SPEC), gcs) as opened:
         assert [entry.id for entry in opened.todo] == ["cat"]
         assert opened.run(Engine()).videos_made == 1
     emulator.seen.clear()
-    with open_batch(read_manifest(path, SPEC.plan), gcs) as opened:
+    with open_batch(read_manifest(path, SPEC), gcs) as opened:
         assert not opened.todo
         assert opened.run(None).summarize().startswith("1 requests: 0 made, 1 done before")
     assert sum("clips%2Fcat.json" in line and line.startswith("GET") for line in emulator.seen) == 1
@@ -185,7 +185,7 @@ def test_only_records_that_are_there_are_read(gcs, emulator, tmp_path):
     lines = tmp_path / "requests.jsonl"
     lines.write_text("\n".join(json.dumps({"id": name, "prompt": ""}) for name in ("cat", *map(str, range(50)))))
     emulator.seen.clear()
-    entries = read_manifest(lines, SPEC.plan).entries
+    entries = read_manifest(lines, SPEC).entries
     settled = [result for _, result in settle(gcs, entries, provenance=Provenance(), remake_changed=False)]
     assert settled.count(None) == 50
     assert settled[0].error is not None

@@ -12,6 +12,7 @@ import pytest
 from actors.batch import run as running
 from actors.batch.lines import RESULTS
 from actors.batch.manifest import read_manifest
+from actors.batch.previews import LinePreviews
 from actors.batch.run import open_batch
 from actors.batch.spans import LatestSpans
 from actors.engine import PreviewPicture
@@ -19,6 +20,7 @@ from actors.errors import PipelineError, RequestFailed
 from actors.observe.span import Span
 from tests.actors.engines import Engine, FailingEngine
 from tests.actors.small_spec import SPEC
+from tests.waiting import wait_for
 from wan_tpu.errors import InvalidRequest, Unavailable
 from wan_tpu.storage.base import StorageError
 from wan_tpu.storage.local import LocalStorage
@@ -29,7 +31,7 @@ def run(tmp_path, engine, output, *ids, in_flight=1, previews=False):
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(json.dumps({"id": id_, "prompt": "", "seed": seed}) for seed, id_ in enumerate(ids)))
     settings = {"in_flight": in_flight, "previews": previews, "tell": lambda _: None}
-    with open_batch(read_manifest(path, SPEC.plan), output, **settings) as batch:
+    with open_batch(read_manifest(path, SPEC), output, **settings) as batch:
         return batch.run(engine)
 
 
@@ -67,6 +69,35 @@ def test_preview_is_beside_an_unfinished_video_and_goes_when_that_is_there(tmp_p
     assert run(tmp_path, engine, output, "cat", "dog", previews=True).videos_made == 2
     assert engine.seen == [b"picture"] * 2
     assert list(output.list()) == ["cat.json", "cat.mp4", "dog.json", "dog.mp4", RESULTS]
+
+
+def test_only_the_newest_picture_waits_for_slow_storage(tmp_path):
+    written, may_go = [], threading.Event()
+
+    class SlowStorage(LocalStorage):
+        def write(self, name, content):
+            written.append(content)
+            assert may_go.wait(30)
+            super().write(name, content)
+
+    previews = LinePreviews(SlowStorage(tmp_path), "cat.preview.jpg")
+    previews.add(PreviewPicture(1, b"1"))
+    wait_for(lambda: written)
+    for step in range(2, 9):
+        previews.add(PreviewPicture(step, b"%d" % step))
+    may_go.set()
+    wait_for(lambda: written == [b"1", b"8"])
+    previews.close()
+    assert not list(tmp_path.glob("*.jpg"))
+
+
+def test_what_a_killed_run_has_left_of_a_picture_is_removed(tmp_path):
+    output = LocalStorage(tmp_path / "out")
+    half = tmp_path / "out" / ".cat.preview.jpg.0123456789ab.partial"
+    half.parent.mkdir()
+    half.write_bytes(b"half")
+    run(tmp_path, Engine(), output, "cat", previews=True)
+    assert not half.exists()
 
 
 def test_snapshots_go_once_video_and_record_are_written(tmp_path):
@@ -200,7 +231,7 @@ def test_figures_that_fail_cost_no_video(tmp_path):
     def fail(span):
         raise ValueError("counters can only go up")
 
-    with open_batch(read_manifest(path, SPEC.plan), output, tell=lambda _: None) as batch:
+    with open_batch(read_manifest(path, SPEC), output, tell=lambda _: None) as batch:
         report = batch.run(TellingEngine(), on_event=fail)
     assert report.exit_code == 0
     assert report.results[0].stage_s == {"encoder": 2.0}

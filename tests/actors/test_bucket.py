@@ -55,6 +55,7 @@ def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(
 
 
 # After gs:// in one process, weights in s3:// are read range by range, which takes minutes from moto's server.
+@pytest.mark.thorough
 @pytest.mark.long
 @pytest.mark.parametrize("bucket", ["gs", pytest.param("s3", marks=pytest.mark.thorough)], indirect=True)
 def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(checkpoint_address, bucket, pipeline, tmp_path):

@@ -13,7 +13,7 @@ from actors.batch.manifest import read_manifest
 from actors.batch.results import Provenance, Result, Results, settle
 from actors.batch.run import open_batch
 from tests.actors.engines import Engine
-from tests.actors.small_spec import SPEC
+from tests.actors.small_spec import SPEC, SmallSpec
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest, InvalidInput
 from wan_tpu.families import FAMILIES, published_spec
@@ -27,44 +27,46 @@ def write_manifest(folder, lines):
     return path
 
 
-def read(folder, *lines, planner=SPEC.plan):
-    manifest = read_manifest(write_manifest(folder, lines), planner)
+def read(folder, *lines, spec=SPEC):
+    manifest = read_manifest(write_manifest(folder, lines), spec)
     assert not manifest.bad, manifest.bad
     return manifest.entries
 
 
-class CountingPlanner:
-    """The model's planner, which counts."""
+@pytest.fixture
+def counting():
+    """A model, and what it has planned."""
+    planned = []
 
-    def __init__(self):
-        self.calls = 0
+    class CountingSpec(SmallSpec):
+        def plan(self, request, **images):
+            planned.append(request)
+            return super().plan(request, **images)
 
-    def __call__(self, request, **images):
-        self.calls += 1
-        return SPEC.plan(request, **images)
+    return CountingSpec(SPEC.config), planned
 
 
-def test_lines_that_differ_by_texts_seed_and_image_are_planned_once(tmp_path):
+def test_lines_that_differ_by_texts_seed_and_image_are_planned_once(counting, tmp_path):
     for name in ("cat", "dog"):
         Image.new("RGB", (96, 64), "red" if name == "cat" else "blue").save(tmp_path / f"{name}.png")
-    planner = CountingPlanner()
+    spec, planned = counting
     lines = [{"prompt": f"number {i}", "seed": i, "negative_prompt": f"{i}"} for i in range(50)]
     lines += [line | {"frames": 5} for line in lines]
     lines += [line | {"image": f"{name}.png"} for line in lines[:50] for name in ("cat", "dog")]
-    entries = read(tmp_path, *lines, planner=planner)
-    assert planner.calls == 3
+    entries = read(tmp_path, *lines, spec=spec)
+    assert len(planned) == 3
     assert len({entry.digest for entry in entries}) == len(lines)
     for entry, line in zip(entries, lines, strict=True):
         fields = line | ({"image": tmp_path / line["image"]} if "image" in line else {})
         assert entry.load().without_image() == SPEC.plan(GenerationRequest(**fields)).without_image()
 
 
-def test_a_setting_that_the_model_refuses_is_refused_on_every_line(tmp_path):
-    planner = CountingPlanner()
+def test_a_setting_that_the_model_refuses_is_refused_on_every_line(counting, tmp_path):
+    spec, planned = counting
     lines = [{"id": f"r{i}", "seed": i, "frames": 6} for i in range(20)] + [{"id": "odd", "steps": True}]
-    manifest = read_manifest(write_manifest(tmp_path, lines), planner)
+    manifest = read_manifest(write_manifest(tmp_path, lines), spec)
     assert [bad.line for bad in manifest.bad] == list(range(1, 22))
-    assert planner.calls == 1
+    assert len(planned) == 1
     assert "frames is 6" in manifest.bad[-2].reason
     assert "steps is True" in manifest.bad[-1].reason  # It equals 1 in Python.
 
@@ -88,7 +90,7 @@ def test_reading_takes_as_long_for_late_lines_as_for_early_ones(tmp_path):
     """Twelve thousand lines took a minute when every line was compared with all before it; now 0.5 s."""
     path = write_manifest(tmp_path, ({"id": f"clips/{i // 100}/video-{i}", "seed": i} for i in range(12_000)))
     start_s = time.process_time()
-    assert len(read_manifest(path, SPEC.plan).entries) == 12_000
+    assert len(read_manifest(path, SPEC).entries) == 12_000
     assert time.process_time() - start_s < 10
 
 
@@ -97,9 +99,9 @@ def test_a_million_lines_fit_in_memory(tmp_path):
     prompt = "A cat looks into the camera while the rain falls on the roofs of an old town by the sea at night."
     lines = [{"id": f"clips/{i // 100}/video-{i}", "seed": i, "prompt": f"{prompt} {i}"} for i in range(3000)]
     path = write_manifest(tmp_path, lines)
-    read_manifest(path, SPEC.plan)  # Import and cache everything that is needed once.
+    read_manifest(path, SPEC)  # Import and cache everything that is needed once.
     tracemalloc.start()
-    manifest = read_manifest(path, SPEC.plan)
+    manifest = read_manifest(path, SPEC)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(manifest.entries) == 3000
@@ -128,7 +130,7 @@ def test_results_are_kept_in_the_manifest_s_order():
 )
 def test_no_name_is_a_file_and_a_folder(tmp_path, first, second):
     lines = [{"id": str(i), "output": output} for i, output in enumerate((first, second)) if output]
-    manifest = read_manifest(write_manifest(tmp_path, lines), SPEC.plan)
+    manifest = read_manifest(write_manifest(tmp_path, lines), SPEC)
     clashes = (first, second) != ("a/b/c/d.mp4", "a/b.mp4")
     assert len(manifest.bad) == clashes
     assert all(first in bad.reason or str(second) in bad.reason for bad in manifest.bad)
@@ -139,7 +141,7 @@ def test_ids_of_two_hundred_bytes_are_made(tmp_path, id_):
     """Their videos' names are shortened where no file's name can be as long, each to another one."""
     lines = write_manifest(tmp_path, [{"id": id_}, {"id": f"{id_[:-1]}y"}])
     output = LocalStorage(tmp_path / "out")
-    with open_batch(read_manifest(lines, SPEC.plan), output) as batch:
+    with open_batch(read_manifest(lines, SPEC), output) as batch:
         assert batch.run(Engine()).videos_made == 2
     assert sum(name.endswith(".mp4") for name in output.list()) == 2
 
@@ -154,7 +156,7 @@ def test_ids_of_two_hundred_bytes_are_made(tmp_path, id_):
     ],
 )
 def test_names_that_no_storage_takes_are_refused_before_any_work(tmp_path, line, reason):
-    [bad] = read_manifest(write_manifest(tmp_path, [line]), SPEC.plan).bad
+    [bad] = read_manifest(write_manifest(tmp_path, [line]), SPEC).bad
     assert reason in bad.reason
 
 
@@ -169,7 +171,7 @@ def compare_again(folder, output, *lines, **provenance):
 
 
 def make(folder, output, *lines, **provenance):
-    manifest = read_manifest(write_manifest(folder, lines), SPEC.plan)
+    manifest = read_manifest(write_manifest(folder, lines), SPEC)
     with open_batch(manifest, output, **provenance) as batch:
         assert batch.run(Engine()).exit_code == 0
 
@@ -233,16 +235,16 @@ def test_what_one_side_does_not_know_is_no_change(tmp_path, monkeypatch):
 
 def test_a_video_that_was_replaced_is_a_change(tmp_path):
     """Its checksum counts, not its name; and one that is replaced while others are made isn't taken."""
-    planner = published_spec("wan2.1-t2v-1.3b").plan
+    spec = published_spec("wan2.1-t2v-1.3b")
     film = tmp_path / "film.mp4"
     film.write_bytes(b"first")
     path = write_manifest(tmp_path, [{"id": "cat", "video": "film.mp4", "height": 480, "width": 832}])
-    [entry] = read_manifest(path, planner).entries
+    [entry] = read_manifest(path, spec).entries
     entry.load()
     film.write_bytes(b"other")
     with pytest.raises(InvalidInput, match=r"film\.mp4"):
         entry.load()
-    [again] = read_manifest(path, planner).entries
+    [again] = read_manifest(path, spec).entries
     assert again.digest == entry.digest  # The digest is that of the line. The content's version is recorded separately.
     assert again.settings.sources[0].version != entry.settings.sources[0].version
 

@@ -30,7 +30,7 @@ def test_good_lines(tmp_path):
     Image.open(PHOTO).save(tmp_path / "in" / "cat.png")
     first = {"id": "cat", "prompt": "A cat", "image": "in/cat.png", "height": 32, "width": 48, "seed": 3}
     read = read_manifest(
-        manifest(tmp_path, first, "", {"prompt": "A dog runs along the beach.", "output": "b/dog.mp4"}), SPEC.plan
+        manifest(tmp_path, first, "", {"prompt": "A dog runs along the beach.", "output": "b/dog.mp4"}), SPEC
     )
     assert read.bad == ()
     cat, dog = read.entries
@@ -49,7 +49,7 @@ def test_line_with_a_last_frame_alone_has_its_shape(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "wide.png")
     read = read_manifest(
         manifest(tmp_path, {"last_image": "wide.png"}, {"image": "wide.png", "preset": "fasth3"}),
-        published_spec("minimax-h3").plan,
+        published_spec("minimax-h3"),
     )
     [entry], [bad] = read.entries, read.bad
     assert (entry.plan.images, entry.plan.request.height, entry.plan.request.width) == (1, 768, 1152)
@@ -61,19 +61,19 @@ def test_line_with_a_last_frame_alone_has_its_shape(tmp_path):
 def test_line_with_an_empty_prompt_is_bad_where_the_model_needs_one_and_the_others_stay_good(tmp_path):
     Image.new("RGB", (30, 20)).save(tmp_path / "wide.png")
     lines = {"prompt": ""}, {"prompt": "A cat"}, {"prompt": "", "image": "wide.png"}
-    read = read_manifest(manifest(tmp_path, *lines), published_spec("minimax-h3").plan)
+    read = read_manifest(manifest(tmp_path, *lines), published_spec("minimax-h3"))
     assert [bad.line for bad in read.bad] == [1] and "image" in read.bad[0].reason
     assert [entry.line for entry in read.entries] == [2, 3]
-    assert read_manifest(manifest(tmp_path, *lines[:2]), SPEC.plan).bad == ()
+    assert read_manifest(manifest(tmp_path, *lines[:2]), SPEC).bad == ()
 
 
 def test_derived_ids_are_stable_and_differ(tmp_path):
     lines = [{"prompt": "A cat", "seed": 1}, {"prompt": "A cat", "seed": 2}, {"prompt": "猫"}]
-    ids = [entry.id for entry in read_manifest(manifest(tmp_path, *lines), SPEC.plan).entries]
+    ids = [entry.id for entry in read_manifest(manifest(tmp_path, *lines), SPEC).entries]
     assert len(set(ids)) == 3
     assert ids[2].startswith("request-")
     swapped = [dict(reversed(line.items())) for line in reversed(lines)]
-    assert [entry.id for entry in read_manifest(manifest(tmp_path, *swapped), SPEC.plan).entries] == ids[::-1]
+    assert [entry.id for entry in read_manifest(manifest(tmp_path, *swapped), SPEC).entries] == ids[::-1]
 
 
 def test_the_digest_is_of_what_decides_the_video(tmp_path):
@@ -81,7 +81,7 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
     line = {"id": "cat", "image": "cat.png", "prompt": "A cat"}
 
     def digest(**changes):
-        return read_manifest(manifest(tmp_path, line | changes), SPEC.plan).entries[0].digest
+        return read_manifest(manifest(tmp_path, line | changes), SPEC).entries[0].digest
 
     same = digest()
     assert digest(seed=0) == same  # This is the default anyway.
@@ -93,7 +93,7 @@ def test_the_digest_is_of_what_decides_the_video(tmp_path):
 
 def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_read(tmp_path):
     Image.open(PHOTO).save(tmp_path / "cat.png")
-    [entry] = read_manifest(manifest(tmp_path, {"id": "cat", "image": "cat.png"}), SPEC.plan).entries
+    [entry] = read_manifest(manifest(tmp_path, {"id": "cat", "image": "cat.png"}), SPEC).entries
     assert entry.load().request.image is not None
     Image.new("RGB", (64, 64), "red").save(tmp_path / "cat.png")
     with pytest.raises(InvalidInput, match=r"cat\.png"):
@@ -138,7 +138,7 @@ def test_an_image_that_is_replaced_meanwhile_is_not_taken_for_the_one_that_was_r
     ],
 )
 def test_bad_lines_are_told_and_do_not_stop_the_rest(tmp_path, emulator, line, reason):
-    read = read_manifest(manifest(tmp_path, {"id": "first"}, line, {"id": "last"}), SPEC.plan)
+    read = read_manifest(manifest(tmp_path, {"id": "first"}, line, {"id": "last"}), SPEC)
     assert [entry.id for entry in read.entries] == ["first", "last"]
     (bad,) = read.bad
     assert bad.line == 2
@@ -147,7 +147,7 @@ def test_bad_lines_are_told_and_do_not_stop_the_rest(tmp_path, emulator, line, r
 
 
 def test_a_bad_line_does_not_take_an_id(tmp_path):
-    read = read_manifest(manifest(tmp_path, {"id": "cat", "steps": 0}, {"id": "cat", "frames": 5}), SPEC.plan)
+    read = read_manifest(manifest(tmp_path, {"id": "cat", "steps": 0}, {"id": "cat", "frames": 5}), SPEC)
     assert [entry.line for entry in read.entries] == [2]
     assert [(bad.line, bad.id) for bad in read.bad] == [(1, "cat")]
 
@@ -155,15 +155,15 @@ def test_a_bad_line_does_not_take_an_id(tmp_path):
 def test_lines_that_are_no_text(tmp_path):
     path = tmp_path / "requests.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"id": "a", "prompt": ""}\r\n{"id": "\xff"}\n{"id": "b", "prompt": ""}')
-    read = read_manifest(path, SPEC.plan)
+    read = read_manifest(path, SPEC)
     assert [entry.id for entry in read.entries] == ["a", "b"]
     assert "isn't UTF-8" in read.bad[0].reason
 
 
 def test_the_model_has_its_say(tmp_path):
-    planner = published_spec("wan2.2-i2v-a14b").plan
+    spec = published_spec("wan2.2-i2v-a14b")
     lines = [{"id": "no-image"}, {"id": "cat", "image": str(PHOTO), "height": 32, "width": 48, "frames": 5}]
-    read = read_manifest(manifest(tmp_path, *lines), planner)
+    read = read_manifest(manifest(tmp_path, *lines), spec)
     assert [entry.id for entry in read.entries] == ["cat"]
     assert "image" in read.bad[0].reason
 
@@ -174,7 +174,7 @@ def test_from_gs(gcs, gcs_prefix):
     line += json.dumps({"id": "dog", "prompt": "", "image": f"{gcs_prefix}/in/cat.png"}) + "\n"
     line += json.dumps({"id": "fox", "prompt": "", "image": "../../../../cat.png"})
     gcs.write("jobs/requests.jsonl", line.encode())
-    read = read_manifest(gcs.location("jobs/requests.jsonl"), SPEC.plan)
+    read = read_manifest(gcs.location("jobs/requests.jsonl"), SPEC)
     assert [entry.id for entry in read.entries] == ["cat", "dog"]
     assert read.entries[0].digest == read.entries[1].digest
     assert read.entries[0].load().request.image.size == Image.open(PHOTO).size
@@ -193,7 +193,7 @@ def test_references_and_videos_in_a_bucket(bucket, tmp_path):
     files.write("shown.jsonl", b'{"prompt": "", "video": "in/clip.mp4"}')
 
     def read(name, spec):
-        [entry] = read_manifest(files.location(name), spec.plan).entries
+        [entry] = read_manifest(files.location(name), spec).entries
         return entry
 
     entries = read("seen.jsonl", MOTION_SPEC), read("shown.jsonl", wan)
@@ -213,14 +213,14 @@ def test_references_and_videos_in_a_bucket(bucket, tmp_path):
 def test_no_manifest(tmp_path, gcs_prefix):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(InvalidInput, match=r"empty\.jsonl"):
-        read_manifest(tmp_path / "empty.jsonl", SPEC.plan)
+        read_manifest(tmp_path / "empty.jsonl", SPEC)
     with pytest.raises(StorageError, match=r"none\.jsonl"):
-        read_manifest(tmp_path / "none.jsonl", SPEC.plan)
+        read_manifest(tmp_path / "none.jsonl", SPEC)
     with pytest.raises(StorageError, match=r"none\.jsonl"):
-        read_manifest(f"{gcs_prefix}/none.jsonl", SPEC.plan)
+        read_manifest(f"{gcs_prefix}/none.jsonl", SPEC)
     with pytest.raises(InvalidInput, match="gs://videos/"):
-        read_manifest("gs://videos/", SPEC.plan)
+        read_manifest("gs://videos/", SPEC)
     with pytest.raises(StorageError):
-        read_manifest(tmp_path, SPEC.plan)
+        read_manifest(tmp_path, SPEC)
     with pytest.raises(InvalidInput):
         open_storage("ftp://x/y")

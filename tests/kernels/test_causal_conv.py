@@ -186,6 +186,7 @@ def test_v6e_keeps_its_matrix_units_busy():
     assert 0.9e6 < (step.products + step.other) * 32 < 1.5e6
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu holds the TPU compiler")
 def test_v6e_keeps_its_matrix_units_busy_with_centred_windows():

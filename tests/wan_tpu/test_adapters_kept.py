@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from actors.api.catalogue import Catalogue
-from actors.batch.checking import CheckingPlanner
 from actors.batch.manifest import read_manifest
 from actors.batch.one_process import OneProcessEngine
 from actors.cli import main
@@ -21,6 +20,7 @@ from tests.wan_tpu.adapter_weights import KIND, merge_weights, request
 from wan_tpu import load_pipeline
 from wan_tpu.adapters import merging
 from wan_tpu.adapters.adapter import Targets
+from wan_tpu.adapters.checking import check_visible
 from wan_tpu.adapters.files import read
 from wan_tpu.adapters.location import find
 from wan_tpu.adapters.merging import MAX_MERGED, AdapterCache
@@ -165,7 +165,7 @@ def test_adapters_are_checked_before_anything_is_computed(checkpoint, pipeline, 
     manifest = tmp_path / "requests.jsonl"
     loras = [path], ["good.safetensors"], ["/elsewhere/x.safetensors"], ["good.safetensors", path]
     manifest.write_text("\n".join(json.dumps({"prompt": "a cat", "loras": paths}) for paths in loras))
-    read_lines = read_manifest(manifest, CheckingPlanner(pipe.runtime.model.spec, str(model)))
+    read_lines = read_manifest(manifest, pipe.runtime.model.spec, lambda adapter: check_visible(str(model), [adapter]))
     assert [bad.line for bad in read_lines.bad] == [1, 4]
     assert "another model" in read_lines.bad[0].reason
     settings = SimpleNamespace(catalogue=Catalogue({"far": (RequestedAdapter(path),)}))

@@ -128,6 +128,7 @@ def test_warnings_of_adapters_reach_the_request(pipeline, transformer, tmp_path)
     assert [warning for warning in warnings if "lora_scale" in warning] == warnings != []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [pytest.param("ltx-2.3-distilled", marks=pytest.mark.thorough), "ltx-2"])
 def test_part_for_ltx2_s_connectors_is_applied_there_as_diffusers_does(kind, checkpoint, pipeline, tmp_path):
     """One file changes the transformer and the projections of the text; LTX-2.0 has a single one for both streams."""

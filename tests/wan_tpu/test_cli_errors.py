@@ -51,12 +51,12 @@ from wan_tpu.commands.generate import generate
 def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_path, capsys):
     model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(tmp_path / "video.mp4")]
     capsys.readouterr()
-    start = time.perf_counter()
+    start = time.process_time()
     assert cli.run(generate, [*model, *REQUEST, *change]) == 2
     lines = capsys.readouterr().err.removeprefix(f"opening {checkpoint('wan2.2-i2v-a14b')}\n").splitlines()
     [error] = lines
     assert error.startswith("error: ") and message in error
-    assert time.perf_counter() - start < 3  # nothing was loaded or compiled
+    assert time.process_time() - start < 3  # nothing was loaded or compiled
     assert not list(tmp_path.iterdir())
 
 

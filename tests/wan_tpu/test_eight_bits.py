@@ -224,6 +224,7 @@ def test_every_family_has_8_bits(kind, precision, pipeline):
     assert 0 < apart(latents, exact) < 0.05
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "frames"),
     [

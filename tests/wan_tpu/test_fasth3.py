@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 
 from tests.wan_tpu import adapter_files as files
-from wan_tpu import GenerationRequest, InvalidRequest
+from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
 from wan_tpu.adapters.adapter import Targets
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families import open_spec, published_spec
-from wan_tpu.families.minimax_h3 import components, fasth3
+from wan_tpu.families.minimax_h3 import components, fasth3, sampling
 from wan_tpu.families.minimax_h3.config import read_config
 from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.minimax_h3.small import make_checkpoint
@@ -120,3 +120,29 @@ def test_an_adapter_may_set_the_gates_of_all_layers(tmp_path):
             targets.read(path)
     with pytest.raises(InvalidRequest, match="to_q"):  # What the model has isn't set.
         targets.read(save(3, names="transformer_blocks.{}.attn.to_q.set_weight"))
+
+
+def test_gates_and_their_preset_come_together_before_any_work(tmp_path, monkeypatch):
+    pipe = load_pipeline(make_checkpoint(tmp_path / "base"), dtype="float32")
+    names = [f"transformer_blocks.{layer}.attn.{{}}" for layer in range(3)]
+    gates = {name.format("to_gate_compress.set_weight"): torch.ones(256, 64) for name in names}
+    metadata = {"format": "fastvideo-lora-v2", "set_weight_tensors": "3"}
+    own, other = (str(files.save(gates, tmp_path / f"{i}.safetensors", metadata=metadata)) for i in range(2))
+    style = {
+        names[0].format(f"to_q.lora_{part}.weight"): torch.ones(shape)
+        for part, shape in (("A", (1, 64)), ("B", (256, 1)))
+    }
+    plain = str(files.save(style, tmp_path / "style.safetensors"))
+
+    def fetch(*loras):
+        return pipe.fetch_adapters(pipe.plan(dataclasses.replace(REQUEST, loras=loras)))
+
+    with pytest.raises(InvalidRequest, match="preset"):
+        fetch(own)
+    monkeypatch.setitem(sampling.SPARSITIES, "", 0.8)  # A small checkpoint has no such preset.
+    fetch(own, plain)
+    for loras in ([plain], [own, other], [f"{own}:0.5"]):
+        with pytest.raises(InvalidRequest) as refused:
+            fetch(*loras)
+        assert refused.value.field == "loras"
+    assert not pipe.runtime.load_s

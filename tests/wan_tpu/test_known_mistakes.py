@@ -81,7 +81,7 @@ def test_the_bfloat16_step_solves_nothing_and_combines_in_float32(pipeline):
     runtime = pipe.runtime
     plan = pipe.plan(GenerationRequest(**REQUEST))
     conditioning = pipe.encode(plan)
-    schedule = pipe.schedule(plan.request)
+    schedule = pipe.runtime.model.spec.schedule(plan.request)
     loaded = runtime.component("denoise_low")
     shared = step_conditioning(runtime, loaded, expert_inputs(runtime, plan.request, plan.experts[0], conditioning))
     rng = np.random.default_rng(0)

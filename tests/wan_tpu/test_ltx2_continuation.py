@@ -32,7 +32,7 @@ from wan_tpu.reference import CONTINUED, ENDING, GOAL, SOUNDTRACK, TAIL, Referen
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.segments import FRAME, MOTION, choose_motion
 from wan_tpu.stages.written import Ending, cut_tail
-from wan_tpu.tail import Tail, parse_tail
+from wan_tpu.tail import Tail, blend_goal, parse_tail
 
 SIZE = {"height": 64, "width": 128}
 FRAMES, SHARED, BLENDED, LATENTS, SOUNDS = 49, 25, 16, 4, 24
@@ -254,7 +254,13 @@ def test_spectrograms_are_those_of_another_library(song):
 def test_a_video_shorter_than_what_the_next_one_needs_has_no_end():
     request = published_spec(GUIDED).plan(GenerationRequest(prompt="a", frames=17)).request
     ending = Ending(np.zeros((1, 128, 3, 16, 24), np.float32), None)
-    assert cut_tail(published_spec(GUIDED).overlap, request, ending, np.zeros((2, 40000), np.float32), RATE) is None
+    assert cut_tail(published_spec(GUIDED), request, ending, np.zeros((2, 40000), np.float32), RATE) is None
+
+
+def test_a_sound_that_ends_before_the_other_takes_own_end_stays():
+    goal = Tail(None, np.ones((2, 50), np.float32), 64, 64, SHARED, BLENDED, 100)
+    for samples, ends in ((30, 0.0), (60, 1.0)):
+        assert blend_goal(np.zeros((2, samples), np.float32), goal, 40, 240.0)[0, -1] == ends
 
 
 def test_another_rate_than_that_of_the_video_before_is_refused():
@@ -264,6 +270,32 @@ def test_another_rate_than_that_of_the_video_before_is_refused():
         with pytest.raises(InvalidRequest) as refused:
             published_spec(GUIDED).plan(GenerationRequest(prompt="a", frames=121, fps=30.0, references=[end]))
         assert refused.value.field == "fps"
+
+
+def test_ends_that_do_not_fit_are_refused_before_any_work():
+    """LTX-2.3's and 2.5's VAEs are the same; LTX-2's latents have their shape, but mean something else."""
+    made = {}
+    for name in ("ltx-2", "ltx-2.3", "ltx-2.5"):
+        spec = published_spec(name)
+        request = spec.plan(GenerationRequest(prompt="a", frames=121)).request
+        shapes = [spec.latent_shapes(request, expert.stop)["video"] for expert in spec.experts(request)]
+        arrays = [np.zeros((*shape[:2], LATENTS, *shape[3:]), np.float32) for shape in (shapes[-1], shapes[0])]
+        end = cut_tail(spec, request, Ending(arrays[0], arrays[1] if len(shapes) > 1 else None))
+        made[name] = parse_tail(end.dump(), "it")
+
+    def plan(name, end):
+        published_spec(name).plan(GenerationRequest(prompt="a", frames=121, references=[end]))
+
+    plan("ltx-2.5", made["ltx-2.3"])
+    plan("ltx-2.5", dataclasses.replace(made["ltx-2.3"], vae=""))  # As earlier versions stored it.
+    for name, end in [
+        ("ltx-2.5", made["ltx-2"]),
+        ("ltx-2", made["ltx-2.5"]),
+        ("ltx-2.5", dataclasses.replace(made["ltx-2.5"], latents=made["ltx-2.5"].latents[:, :64], smaller=None)),
+    ]:
+        with pytest.raises(InvalidRequest) as refused:
+            plan(name, end)
+        assert refused.value.field == "references"
 
 
 def test_what_is_too_short_to_go_on_with_motion_begins_with_the_last_frame(tmp_path):

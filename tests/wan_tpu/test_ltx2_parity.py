@@ -102,7 +102,7 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
         prompt=prompt, negative_prompt=negative, height=64, width=128, num_frames=9, frame_rate=24.0,
         generator=torch.Generator().manual_seed(5), output_type="np", return_dict=False, **options, **watching,
     )  # fmt: skip
-    assert len(states) == len(seen) == len(pipe.schedule(pipe.plan(request).request).timesteps)
+    assert len(states) == len(seen) == len(pipe.runtime.model.spec.schedule(pipe.plan(request).request).timesteps)
     for state, (latents, sound) in zip(states, seen, strict=True):
         ours = as_tokens(np.asarray(state.latents))
         first = 8 if has_image else 0  # The first frame's tokens are the image's, which our state holds only at last.
@@ -144,7 +144,8 @@ def run_both_stages(folder, image, output, noise=None):
     return frames, audio, seen
 
 
-@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("has_image", [False, True])
 def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
@@ -180,14 +181,9 @@ def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(
     assert_close(last.audio, seen[-1][1], LATENT_TOLERANCE)
 
 
-@pytest.mark.parametrize("preset", [None, pytest.param("diffusers", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    ("kind", "stop"),
-    [
-        ("ltx-2.3-distilled", 8),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("ltx-2.3", 1), ("ltx-2.3-distilled", 9))),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("preset", [None, "diffusers"])
+@pytest.mark.parametrize(("kind", "stop"), [("ltx-2.3-distilled", 8), ("ltx-2.3", 1), ("ltx-2.3-distilled", 9)])
 def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
     pipe = pipelines(kind)
     steps = {} if kind.endswith("distilled") else {"steps": 3}

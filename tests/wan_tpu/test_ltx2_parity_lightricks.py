@@ -179,6 +179,7 @@ def test_programs_have_other_names_where_they_are_not_those_of_diffusers(kind, h
     assert {stage for stage, name in ours.items() if name != theirs[stage]} == differing
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_work_of_every_evaluation_and_of_both_sizes_of_an_image_is_counted(folders):
     for kind, preset, evaluations in (("ltx-2", None, 4), ("ltx-2", "diffusers", 3), ("ltx-2.3-distilled", None, 1)):

@@ -94,6 +94,7 @@ def play_in_browser(*paths):
     return frames
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_browser_shows_the_colours(bars):
     path, _, _ = bars

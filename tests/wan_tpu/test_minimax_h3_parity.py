@@ -69,7 +69,7 @@ def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pip
         pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.thorough),
         pytest.param("", {"image": 0}, marks=pytest.mark.thorough),
         pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.thorough),
-        pytest.param("A cat plays the piano.", {"image": 0, "last_image": 1}, marks=pytest.mark.long),
+        pytest.param("A cat plays the piano.", {"image": 0, "last_image": 1}, marks=pytest.mark.thorough),
         pytest.param(LONG_PROMPT[:1500], {}, marks=pytest.mark.thorough),
         pytest.param(LONG_PROMPT, {"image": 0, "last_image": 1}, marks=pytest.mark.thorough),
     ],
@@ -221,6 +221,7 @@ def test_fasth3_is_diffusers_with_its_changes_at_its_noise_levels(pipe, referenc
         reference.set_schedules(video=(12.0, None), sound=(3.0, None))
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 @pytest.mark.parametrize("source", ["checkpoint", pytest.param("adapter", marks=pytest.mark.thorough)])
 def test_fasth3_with_video_sparse_attention_is_fastvideos(source, pipe, reference, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from wan_tpu.families import open_spec, published_spec
 from wan_tpu.families.minimax_h3 import references as measuring
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
-from wan_tpu.reference import Reference
+from wan_tpu.reference import Reference, restore_references
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.stage_machine import Decode, DecodeSound, Step
@@ -287,6 +287,7 @@ def test_a_checkpoint_without_their_transformer_makes_all_other_videos(folder, f
     assert refused.value.field == "references"
 
 
+@pytest.mark.thorough
 def test_requests_read_only_the_weights_that_they_need(folder, files):
     pipe = load_pipeline(folder, dtype="float32")
     request = GenerationRequest(prompt="a", steps=1, references=[files["picture"]], **SIZE)
@@ -301,10 +302,36 @@ def test_a_request_comes_back_from_json_with_its_measures(files, pipe):
     """Plans, stages in processes of their own and jobs store it so."""
     plan = pipe.plan(GenerationRequest(prompt="a", references=[files["picture"], files["video"]], **SIZE))
     request = plan.request.without_files()
-    again = ResolvedRequest(**json.loads(json.dumps(plan.request.to_json() | {"loras": []})))
+    again = ResolvedRequest(**restore_references(json.loads(json.dumps(plan.request.to_json() | {"loras": []}))))
     assert again.references == request.references and again.references[1].samples > 0
     assert pipe.runtime.model.spec.plan_resolved(again, image=False).shapes == plan.shapes
     assert hash(request) == hash(again)
+
+
+@pytest.mark.parametrize("name", ["video", "sound"])
+def test_a_file_whose_sound_has_changed_since_it_was_measured_is_refused(name, files, pipe):
+    request = pipe.plan(GenerationRequest(prompt="a", references=[files["picture"], files[name]], **SIZE)).request
+    picture, sound = request.references
+    shorter = dataclasses.replace(request, references=(picture, dataclasses.replace(sound, samples=sound.samples // 2)))
+    pipe.runtime.model.read_references(request)
+    with pytest.raises(InvalidRequest) as refused:
+        pipe.runtime.model.read_references(shorter)
+    assert refused.value.field == "references"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        {"kind": "image", "source": "/nowhere.png", "height": 512, "width": 512},  # As records have it.
+        {"kind": "tail", "height": 64, "width": 96, "frames": 22},
+        {"kind": "foo", "source": "a.png"},
+        {"kind": "image"},
+    ],
+)
+def test_a_reference_without_its_file_is_refused(reference):
+    with pytest.raises(InvalidRequest) as refused:
+        PUBLISHED.plan(GenerationRequest(prompt="a", references=[reference]))
+    assert refused.value.field == "references"
 
 
 @pytest.mark.thorough

@@ -8,9 +8,11 @@ import pytest
 from tests.wan_tpu.test_joining import frames as read_frames
 from tests.wan_tpu.test_joining import sound as read_sound
 from wan_tpu.media.continued import ContinuedVideo
+from wan_tpu.media.encoding import LEAD
 from wan_tpu.media.joining import join_videos
-from wan_tpu.media.mp4 import Mp4
-from wan_tpu.media.packets import PACKET
+from wan_tpu.media.mp4 import Mp4, cut_sound
+from wan_tpu.media.packets import PACKET, count_packets, open_media
+from wan_tpu.tail import find_sample
 
 FPS, RATE, FRAMES, SHARED, BLENDED, PARTS, SHIFT = 24, 32000, 39, 22, 5, 8, 2
 STEP = FRAMES - SHARED
@@ -106,3 +108,38 @@ def test_each_part_alone_is_a_video(parts, tmp_path):
         path.write_bytes(content)
         samples = len(read_sound(path)) - round(len(read_frames(path)) / FPS * RATE)
         assert 0 <= samples <= 2 * PACKET + RATE // FPS
+
+
+@pytest.mark.parametrize("rate", [16000, 24000, 44100, 48000])
+@pytest.mark.parametrize("fps", [8, 23.976, 25, 50, 60, 120])
+def test_sound_begins_in_time_however_short_the_hidden_frames_are(rate, fps):
+    for origin, hidden in [(0, 9), (16, 9), (1000, 9), (17, 17), (1000, 1)]:
+        begin = find_sample(origin, rate, fps)
+        end = begin + find_sample(hidden, rate, fps) + 8 * PACKET
+        whole = np.arange(1, end + 1)[None]  # Each sample is its place in the whole video.
+        cut, *_ = cut_sound(whole[:, begin:], rate, fps, hidden=hidden, origin=origin)
+        places = np.arange(PACKET * (count_packets(origin + hidden, rate, fps) - LEAD), end)
+        np.testing.assert_array_equal(cut[0], np.where(places < begin, 0, places + 1))
+
+
+def test_sound_goes_on_at_a_high_frame_rate(truth):
+    """Nine hidden frames at 120 a second are shorter than the four packets that lead to the others."""
+    fps, shared, blended, sound = 120, 25, 16, truth[1]
+    stream, content = ContinuedVideo(fps, RATE), []
+    for index in range(3):
+        origin, fragments = index * (FRAMES - shared), []
+        begin, hidden = round(origin / fps * RATE), (shared - blended if index else 0)
+        written = None if index == 2 else FRAMES - hidden - blended
+        where = origin if index else None
+        with Mp4(fps, fragments.append, hidden_frames=hidden, written_frames=written, sound_origin=where) as mp4:
+            mp4.set_audio(sound[:, begin : begin + round((FRAMES + 1) / fps * RATE)], RATE)
+            mp4.add(truth[0][origin : origin + FRAMES])
+            mp4.finish()
+        content += map(stream.append, fragments)
+        stream.end_part()
+    with open_media(b"".join(content)) as file:
+        heard = np.concatenate([frame.to_ndarray() for frame in file.decode(audio=0)], axis=1)
+    assert heard.shape[1] > (FRAMES + 2 * (FRAMES - shared)) / fps * RATE - 2 * PACKET
+    for place in range(PACKET, heard.shape[1] - PACKET, PACKET // 2):
+        span = slice(place, place + PACKET)
+        assert 10 * np.log10(np.mean((heard[:, span] - sound[:, span]) ** 2)) < -45  # The sound itself has -16.

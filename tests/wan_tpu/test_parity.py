@@ -163,6 +163,7 @@ def test_videos_that_cant_be_begun_with_are_refused(pipeline, tmp_path):
         pipeline("wan2.2-ti2v-5b").plan(GenerationRequest(video=source))
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_bfloat16_stays_within_its_bound(pipeline):
     """Bound on the root mean square of the latents' error, relative to the latents.

@@ -28,6 +28,7 @@ REFUSED = [
     (["--compiled", "/proc/nope"], "--compiled /proc/nope can't be written to"),
     (["--slice", "v5e-8", "--videos_a_day", "9"], "there is no price for v5e, only for v6e, v5p, v7x"),
     (["--layout", "one-expert-v6e"], "the model has no stage denoise; it has encoder, denoise_high"),
+    (["--model", "ltx-2", "--layout", "fasth3-v6e", "--preset", "two-stages"], "no refine, which --preset two-stages"),
     (["--videos_a_day", "9", "--within", "soon"], "'soon' isn't a duration; write 90s, 10m or 2h"),
     (["--videos_a_day", "9", "--busy", "1"], "--busy is 1; it must lie between 0 and 1"),
 ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.actors.small_spec import SOUND_SPEC
+from tests.actors.small_spec import MOTION_SPEC, SOUND_SPEC
 from tests.conftest import record_steps
 from tests.wan_tpu.test_parity import LATENT_TOLERANCE
 from wan_tpu import GenerationRequest, InvalidInput, InvalidRequest, load_pipeline
@@ -118,6 +118,13 @@ def test_an_image_beside_references_is_advised_to_be_one_where_the_model_takes_o
     with pytest.raises(InvalidRequest) as raised:
         spec.plan(GenerationRequest(prompt="a cat", references=[reference]), image=True)
     assert ("references" in str(raised.value).partition(";")[2]) == ("image" in spec.reference_counts)
+
+
+def test_a_kind_of_reference_that_the_model_does_not_take_is_refused():
+    for kind in ("video", "imagine"):
+        with pytest.raises(InvalidRequest) as refused:
+            MOTION_SPEC.plan(GenerationRequest(prompt="a", references=[Reference(kind, None, 64, 96, 48)]))
+        assert refused.value.field == "references"
 
 
 def test_every_field_is_described_and_every_number_has_limits():

@@ -70,6 +70,7 @@ class Terminal:
         os.close(self._mine)
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_session_on_a_terminal(tmp_path):
     terminal = Terminal(

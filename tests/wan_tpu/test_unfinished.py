@@ -1,18 +1,23 @@
 """`wan-tpu generate` after it was interrupted: the same command goes on where the first one was."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
 
+import jax
 import pytest
 
 from tests.conftest import PHOTO, ROOT
 from wan_tpu.commands import unfinished
 from wan_tpu.commands.generate import generate
-from wan_tpu.data import DenoiseState, load_value
+from wan_tpu.data import Conditioning, DenoiseState, load_value
 from wan_tpu.errors import InvalidInput
+from wan_tpu.pipeline import load_pipeline
+from wan_tpu.request import GenerationRequest
 
 STEPS = 40
 MODEL = ["--model", str(ROOT / "examples" / "small-wan2.2-i2v"), "--dtype", "float32"]
@@ -66,3 +71,33 @@ def test_interrupted_command_goes_on_and_makes_the_same_video(tmp_path, cache):
         generate([*SMALL, "--output", str(tmp_path / "other.mp4")])
     generate([*SMALL, "--seed", "1", "--output", str(tmp_path / "other.mp4")])  # Another video.
     assert json.loads((tmp_path / "other.json").read_text())["resumed_at"] == 0
+
+
+def test_state_belongs_to_its_weights(tmp_path, cache):
+    folder = shutil.copytree(ROOT / "examples" / "small-wan2.2-i2v", tmp_path / "model")
+    pipe = load_pipeline(folder, dtype="float32")
+    request = pipe.plan(GenerationRequest(prompt="a cat", image=str(PHOTO), height=32, width=48, frames=5)).request
+    before = unfinished._folder_of(pipe, request)
+    assert unfinished._folder_of(pipe, request) == before
+    file = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes())
+    assert unfinished._folder_of(pipe, request) != before
+
+
+def test_folders_of_running_processes_stay(tmp_path):
+    folders = [tmp_path / str(number) for number in range(10)]
+    with contextlib.ExitStack() as opened:
+        running = unfinished._open(folders[0], opened)
+        os.utime(running, (1, 1))
+        for folder in folders[1:]:
+            with contextlib.ExitStack() as ended:
+                unfinished._open(folder, ended)
+        assert sorted(tmp_path.iterdir()) == [folders[0], *folders[2:]]
+
+
+def test_a_defect_while_a_state_is_kept_is_logged(tmp_path, caplog):
+    kept = unfinished.Unfinished(tmp_path)
+    gone = jax.numpy.zeros((1, 1))
+    gone.delete()
+    kept._keep(tmp_path, Conditioning({"text": gone}), None, ())
+    assert kept._is_broken and "deleted" in caplog.text

@@ -5,6 +5,7 @@ devices have room for them, and files up to a limit of host memory. No device ne
 """
 
 import functools
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -97,7 +98,8 @@ class AdapterCache:
             keep: Whether to keep the base; otherwise each of its weights is released as soon as it has been merged.
         """
         scaled_adapters = [(adapter.adapter, adapter.scale) for adapter in adapters]
-        self._make_room(runtime, name, base)
+        adds = any(adapter.added for adapter, _ in scaled_adapters)
+        self._make_room(runtime, name, base.with_added(runtime.model.components[name]) if adds else base)
         params = base.params if not keep else dict(base.params)
         for weight in sorted({weight for item, _ in scaled_adapters for weight in (*item.factors, *item.differences)}):
             params |= _change_weight(runtime, params, weight, scaled_adapters)
@@ -117,10 +119,11 @@ class AdapterCache:
             for key in [key for key in self._merged if key[0] == name]:
                 del self._merged[key]
 
-    def _make_room(self, runtime: Runtime[Any], name: str, base: Loaded) -> None:
-        """Release the least recently used sets until another set for this component fits."""
+    def _make_room(self, runtime: Runtime[Any], name: str, like: Loaded) -> None:
+        """Release the least recently used sets until another set for this component, of these shapes, fits."""
         device = runtime.mesh.local_devices[0]
-        needed = sum(array.addressable_shards[0].data.nbytes for array in base.params.values())
+        shards = [(array.sharding.shard_shape(array.shape), array.dtype) for array in like.params.values()]
+        needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
         with self._lock:
             while self._merged and not self._fits(name, device.memory_stats(), needed):
                 self._merged.popitem(last=False)

@@ -182,7 +182,7 @@ def pipeline_from(
             keep_weights=keep_weights,
             executables=args.executables,
             progress=Console(),
-            preview_decoder=getattr(args, "preview_decoder", None),  # Only `generate` has it.
+            preview_decoder=getattr(args, "preview_decoder", None),  # `generate` alone of these.
         )
     pipeline.runtime.on_compile = CompileNotice()
     return pipeline

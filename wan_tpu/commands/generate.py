@@ -82,7 +82,7 @@ def generate(argv: Sequence[str]) -> None:
             from wan_tpu.commands.recorded import Recorder, make_recorded, report
 
         pipe = arguments.pipeline_from(args)
-        pipe.check_components()
+        pipe.check_components(*pipe.runtime.model.spec.list_components(plan.request))
         recorder = Recorder(pipe.runtime, plan)
         fit = [] if size is None else spec.describe_fit(plan.request, "the video to extend", size)
         for warning in [*fit, *describe_length(args.seconds, plan.request, spec)]:

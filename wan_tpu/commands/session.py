@@ -224,7 +224,7 @@ class Session:
             from wan_tpu.commands.recorded import Recorder, make_recorded
         if self._pipeline is None:
             self._pipeline = arguments.pipeline_from(self._args, keep_weights=True)
-            self._pipeline.check_components()
+        self._pipeline.check_components(*self._pipeline.runtime.model.spec.list_components(plan.request))
         recorder, start = Recorder(self._pipeline.runtime, plan), time.perf_counter()
         for warning in describe_length(self._args.seconds, plan.request, self._spec):
             recorder.warn(warning)

@@ -22,7 +22,7 @@ from wan_tpu.errors import InvalidInput, InvalidRequest, WanTpuError
 from wan_tpu.lengths import describe_length
 from wan_tpu.media.video import check_output
 from wan_tpu.plan import DECODER, ENCODER
-from wan_tpu.reference import UNREAD, parse_references
+from wan_tpu.reference import UNREAD, parse_references, restore_references
 from wan_tpu.request import IMAGES, GenerationRequest, ResolvedRequest, override
 from wan_tpu.sources.disk import explain_disk_error, is_permanent
 
@@ -64,7 +64,8 @@ class Run:
             known = {field.name for field in dataclasses.fields(ResolvedRequest)} - {*IMAGES, "video"}
             fields = {name: value for name, value in content["request"].items() if name in known}
             run_id, model_id, dtype = (str(content[name]) for name in ("id", "model_id", "dtype"))
-            return cls(run_id, model_id, dtype, ResolvedRequest(**fields), tuple(content["warnings"]))
+            request = ResolvedRequest(**restore_references(fields))
+            return cls(run_id, model_id, dtype, request, tuple(content["warnings"]))
         except (AttributeError, KeyError, TypeError) as error:
             raise InvalidInput(f"{path} is damaged ({error!r}); run the stage that writes it again") from None
 

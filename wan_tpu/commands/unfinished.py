@@ -18,6 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from wan_tpu.aot.key import source_digest
 from wan_tpu.data import Conditioning, DenoiseState, load_value, save_value
 from wan_tpu.errors import InvalidInput, OutputError, UnhealthyResult
 from wan_tpu.identity import digest_states
@@ -73,6 +74,7 @@ class Unfinished:
         self._begun_s = self._kept_s = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unfinished")
         self._work: Future[None] | None = None
+        self._is_broken = False
         self.kept = Kept() if folder is None else _read(folder)
 
     def offer(self, run: LocalExecutor, warnings: list[str]) -> None:
@@ -91,7 +93,9 @@ class Unfinished:
             is_new = is_useful and (self.kept.state is None or self.kept.state.step < state.step)
         is_busy = self._work is not None and not self._work.done()
         since = self._begun_s if run.machine.is_finished else self._kept_s
-        if self._folder is None or not is_new or now - since < EVERY_S or (is_busy and not run.machine.is_finished):
+        if self._folder is None or self._is_broken or not is_new or now - since < EVERY_S:
+            return
+        if is_busy and not run.machine.is_finished:
             return
         self._kept_s = now
         self._work = self._thread.submit(self._keep, self._folder, run.conditioning, state, tuple(warnings))
@@ -115,6 +119,9 @@ class Unfinished:
                 self.kept = dataclasses.replace(self.kept, state=state)
         except OutputError as error:
             log.warning("a kill would cost all work so far: %s", error)
+        except Exception:
+            self._is_broken = True
+            log.exception("a kill will cost all work that isn't kept yet, because of a defect")
 
 
 @contextlib.contextmanager
@@ -140,8 +147,12 @@ def keeping_unfinished(pipe: Pipeline, request: ResolvedRequest) -> Iterator[Unf
 def _folder_of(pipe: Pipeline, request: ResolvedRequest) -> Path:
     checkpoint = pipe.runtime.model.checkpoint
     assert checkpoint is not None
-    # Switches are there to find what is wrong: a state from before would hide it.
-    model = json.dumps([checkpoint.source, pipe.runtime.dtype, read_switches()])
+    components = pipe.runtime.model.components
+    folders = {components[name].folder for name in pipe.runtime.model.spec.list_components(request)}
+    weights = {folder: sorted(file.version for file in checkpoint.weights(folder).values()) for folder in folders}
+    # Code and switches, too, are changed to find or mend what is wrong: a state from before would hide it.
+    deciding = checkpoint.source, weights, pipe.runtime.dtype, read_switches(), source_digest()
+    model = json.dumps(deciding, sort_keys=True)
     return cache_folder() / "unfinished" / digest_states(request, model)[:32]
 
 
@@ -152,7 +163,8 @@ def _open(folder: Path, opened: contextlib.ExitStack) -> Path | None:
         os.utime(folder)
         newest = sorted(folder.parent.iterdir(), key=lambda other: other.stat().st_mtime, reverse=True)
         for older in newest[_MOST:]:
-            shutil.rmtree(older, ignore_errors=True)
+            with contextlib.suppress(OSError), FileLock(older / "lock", blocking=False):  # Unless its process runs.
+                shutil.rmtree(older, ignore_errors=True)
         opened.enter_context(FileLock(folder / "lock", blocking=False))
     except (OSError, NotImplementedError, Timeout) as error:
         log.warning("a kill will cost all work, because unfinished videos can't be kept (%s)", error)

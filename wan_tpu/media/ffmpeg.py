@@ -36,9 +36,11 @@ _OUTSIDE_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SI
 _SHORTAGE_EXITS = {256 - errno.EAGAIN, 256 - errno.ENOMEM}
 _SHORTAGE = re.compile(
     rb"^\S.*(?:Cannot allocate memory|Resource temporarily unavailable|get_buffer\(\) failed|malloc of size \d+ failed|"
-    rb"Error while opening encoder|failed to map segment)|^MemoryError",
+    rb"failed to map segment)|^MemoryError",
     re.M,
 )
+# x264 says nothing else where it gets no thread. An encoder exits so where it can't take the file's size.
+_NO_ENCODER, _WRONG_SIZE = b"Error while opening encoder", 256 - errno.EINVAL
 
 
 def run_ffmpeg(
@@ -90,7 +92,8 @@ def run_ffmpeg(
         ended_by = signal.Signals(-process.returncode).name
         raise Unavailable(f"ffmpeg was killed ({ended_by}) at {subject}; check this machine's memory")
     # A run that goes on without memory may have written fewer frames.
-    if process.returncode in _SHORTAGE_EXITS or _SHORTAGE.search(messages):
+    no_encoder = _NO_ENCODER in messages and process.returncode != _WRONG_SIZE
+    if process.returncode in _SHORTAGE_EXITS or no_encoder or _SHORTAGE.search(messages):
         raise Unavailable(f"ffmpeg gets too little memory or too few threads for {subject}; check this machine")
     return subprocess.CompletedProcess(command, process.returncode, output, messages)
 

@@ -28,8 +28,9 @@ def cut_sound(
     """
     if origin is None:
         return audio[:, find_sample(hidden, rate, fps) :], rate, False
-    packets = count_packets(origin + hidden, rate, fps)
-    return audio[:, PACKET * (packets - LEAD) - find_sample(origin, rate, fps) :], rate, True
+    first = PACKET * (count_packets(origin + hidden, rate, fps) - LEAD) - find_sample(origin, rate, fps)
+    # Few hidden frames may be shorter than what leads to the others: silence comes before it.
+    return np.pad(audio, ((0, 0), (max(0, -first), 0)))[:, max(0, first) :], rate, True
 
 
 class Mp4:

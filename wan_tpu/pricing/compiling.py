@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 from wan_tpu.aot import key
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.errors import DoesNotFit, Unavailable
+from wan_tpu.reference import restore_references
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import MemoryNeed, needed_bytes
 
@@ -259,9 +260,8 @@ def _list_programs(text: str) -> "StagePrograms":
     if job.text_rows is not None:
         published = published.for_text(job.text_rows)
     placed = make_mesh(job.mesh, heads=published.spec.heads, devices=job.slice.devices())
-    return stage_programs(
-        AbstractRuntime(published, placed, job.dtype), ResolvedRequest(**job.request), job.stages, images=job.images
-    )
+    request = ResolvedRequest(**restore_references(job.request))
+    return stage_programs(AbstractRuntime(published, placed, job.dtype), request, job.stages, images=job.images)
 
 
 def _compile(job: Job, result: Path) -> None:

@@ -4,10 +4,12 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from wan_tpu.request import GenerationRequest, ResolvedRequest
 
+FOLDER = Path(__file__).with_name("shipped")  # Each file is a model's, each line a plan.
 _ACTS_NOT = ("prompt", "negative_prompt", "seed")  # Fields that no program depends on.
 
 
@@ -23,6 +25,11 @@ class Question:
     def of(cls, slice_name: str, dtype: str, request: ResolvedRequest) -> "Question":
         """Return the question that a request asks."""
         return cls(slice_name, dtype, list_acting(request.to_json()))
+
+
+def locate_plans(model: str) -> Path:
+    """Return the file of a model's shipped plans, which few models have."""
+    return FOLDER / f"{model}.jsonl"
 
 
 def list_acting(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """Plans of published models at their own sizes on common slices, shipped as data: to read one takes no compiler.
 
-Each file of `FOLDER` is a model's, each line a plan. `scripts/price_models.py` writes them.
+`scripts/price_models.py` writes them.
 """
 
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -17,12 +16,11 @@ from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.data import write_whole
 from wan_tpu.pricing.plan import SlicePlan, StagePlan
 from wan_tpu.pricing.playback import Playback
-from wan_tpu.pricing.question import Question
+from wan_tpu.pricing.question import Question, locate_plans
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import MeshShape
 from wan_tpu.versions import installed_version
 
-FOLDER = Path(__file__).with_name("shipped")
 _DIGITS = 5
 _STAGES = TypeAdapter(tuple[StagePlan, ...])
 _PLAYBACKS = TypeAdapter(dict[str, Playback])
@@ -63,7 +61,7 @@ def find(model: str, question: Question, mesh: Sequence[int | None]) -> ShippedP
 
 def read(model: str) -> Iterator[ShippedPlan]:
     """Yield a model's shipped plans."""
-    file = FOLDER / f"{model}.jsonl"
+    file = locate_plans(model)
     for line in file.read_text().splitlines() if file.exists() else ():
         values = json.loads(line)
         yield ShippedPlan(Question(**values["question"]), values["made"], values["fields"])
@@ -79,8 +77,9 @@ def add(plan: SlicePlan, dtype: str, date: str) -> None:
     new = ShippedPlan(question, {"date": date, **versions, "kernels": _digest_kernels()}, _round(fields))
     plans = [shipped for shipped in read(plan.model) if shipped.question != question] + [new]
     lines = [json.dumps(dataclasses.asdict(shipped), separators=(",", ":")) for shipped in plans]
-    FOLDER.mkdir(exist_ok=True)
-    write_whole(FOLDER / f"{plan.model}.jsonl", "".join(f"{line}\n" for line in sorted(lines)).encode())
+    file = locate_plans(plan.model)
+    file.parent.mkdir(exist_ok=True)
+    write_whole(file, "".join(f"{line}\n" for line in sorted(lines)).encode())
 
 
 def _digest_kernels() -> str:

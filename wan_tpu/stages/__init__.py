@@ -19,6 +19,7 @@ from wan_tpu.stages.denoise import (
     StepEvent,
     device_state,
     expert_inputs,
+    fetch_adapters,
     finish_state,
     initial_state,
     to_host,

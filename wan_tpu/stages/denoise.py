@@ -1,7 +1,9 @@
 """The expert stages: run a request on an expert, step by step. The state stays on the devices between steps."""
 
+import collections
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,12 @@ from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families.model import Model
 from wan_tpu.plan import SECONDS, VIDEO, Expert, RequestPlan
 from wan_tpu.request import ResolvedRequest
+from wan_tpu.requested_adapter import RequestedAdapter
 from wan_tpu.runtime.components import DTYPES
 from wan_tpu.runtime.health import check_finite
 from wan_tpu.runtime.mesh import replicated_sharding
 from wan_tpu.runtime.program import fetch, place
-from wan_tpu.runtime.runtime import Runtime
+from wan_tpu.runtime.runtime import FetchedAdapter, Runtime
 from wan_tpu.stages.chunks import enter_expert, initial_chunked_state, join_chunks, place_history
 from wan_tpu.stages.clean import CleanEstimate, estimate_clean
 from wan_tpu.stages.enlarging import enlarge
@@ -58,6 +61,36 @@ class StepEvent:
     def latents(self) -> np.ndarray:
         """The latents after this step, float32 [1, C, T, H, W]."""
         return np.asarray(self.state.latents)
+
+
+def fetch_adapters(
+    runtime: Runtime[Model], request: ResolvedRequest, names: Sequence[str]
+) -> tuple[RequestedAdapter, ...]:
+    """Return a request's adapters for some stages, as `Runtime.fetch_adapters`.
+
+    Raises:
+        InvalidRequest: One doesn't fit, or they add weights other than those that the request's preset is for.
+        Unavailable: A file can't be read now.
+    """
+    adapters = runtime.fetch_adapters(request.loras, names)
+    if not adapters:
+        return adapters
+    adding = [adapter for adapter in adapters if isinstance(adapter, FetchedAdapter) and adapter.adapter.added]
+    known = [weight for name in names for weight in runtime.model.components[name].added]
+    preset = f"preset {request.preset}" if request.preset else "a request without a preset"
+    reason = ""
+    if not runtime.model.adds_weights(request):
+        if adding:
+            reason = f"{adding[0]} adds weights, which {preset} doesn't use; give the preset that it was trained for"
+    elif known and not adding:
+        reason = f"{preset} needs weights that none of loras adds ({known[0]}); leave loras out, or add its own adapter"
+    elif max(collections.Counter(weight for one in adding for weight in one.adapter.added).values(), default=0) > 1:
+        reason = f"loras has several adapters that add the same weights: {', '.join(map(str, adding))}; give one"
+    elif scaled := [adapter for adapter in adding if adapter.scale != 1]:
+        reason = f"{scaled[0]} adds weights, which can't be scaled; leave its scale out"
+    if reason:
+        raise InvalidRequest(reason, "loras")
+    return adapters
 
 
 def initial_state(

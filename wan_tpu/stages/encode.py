@@ -203,7 +203,7 @@ def encode_image(runtime: Runtime[Model], request: ResolvedRequest, inputs: Imag
         for name, value in inputs.references:
             encoded.append(_encode_reference(runtime, name, value))
             bar.step()
-        for name in {name for name, _ in inputs.references}:
+        for name in dict.fromkeys(name for name, _ in inputs.references):
             runtime.release_weights(name)
         with runtime.time_host_work():
             latents = runtime.model.reference_latents(encoded, request)

@@ -37,6 +37,7 @@ from wan_tpu.stages.denoise import (
     check_noise,
     device_state,
     expert_inputs,
+    fetch_adapters,
     finish_state,
     initial_state,
     to_host,
@@ -245,7 +246,7 @@ class LocalExecutor:
         runtime, request = self._runtime, self.plan.request
         if request.loras:
             stages = [expert.stage for expert in self.plan.experts if step.index < expert.stop]
-            adapters = runtime.fetch_adapters(request.loras, stages)
+            adapters = fetch_adapters(runtime, request, stages)
             self.plan = self.plan.with_request(dataclasses.replace(request, loras=adapters))
             for warning in list_adapter_warnings(adapters):
                 self._warn(warning)

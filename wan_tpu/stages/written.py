@@ -1,5 +1,6 @@
 """What is written of a video while it is decoded: its mp4, and its end for the next one."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from wan_tpu.data import DenoiseState
 from wan_tpu.media.mp4 import Mp4
 from wan_tpu.reference import find_tail
 from wan_tpu.request import ResolvedRequest
+from wan_tpu.spec import ModelSpec
 from wan_tpu.tail import Overlap, Tail, find_sample
 
 
@@ -37,7 +39,7 @@ class Ending(NamedTuple):
 
 
 def cut_tail(
-    overlap: Overlap,
+    spec: ModelSpec,
     request: ResolvedRequest,
     ending: Ending,
     sound: np.ndarray | None = None,
@@ -46,19 +48,22 @@ def cut_tail(
     """Return the end of a finished video; None if the video is shorter than that.
 
     Args:
-        overlap: The model's.
+        spec: The model, which has an `overlap`.
         request: The video's.
         ending: The video's last latents.
         sound: All of it, [channels, samples]; None without sound.
         rate: Samples per second of the sound.
     """
+    overlap = spec.overlap
+    assert overlap is not None
     if request.frames < overlap.frames:
         return None
     numbers = request.height, request.width, overlap.frames, overlap.blended
+    tail = Tail(ending.latents, None, *numbers, smaller=ending.smaller, fps=request.fps, vae=spec.vae)
     if sound is None or rate is None:
-        return Tail(ending.latents, None, *numbers, smaller=ending.smaller, fps=request.fps)
+        return tail
     # Samples are counted over all parts of a video, so that rounding doesn't move any of them.
     places = request.origin, request.origin + request.frames - overlap.frames
     begin, first = (find_sample(place, rate, request.fps) for place in places)
     heard = np.array(sound[:, first - begin :], np.float32)
-    return Tail(ending.latents, heard, *numbers, rate, smaller=ending.smaller, fps=request.fps)
+    return dataclasses.replace(tail, sound=heard, rate=rate)

@@ -26,7 +26,7 @@ from actors.jobs.errors import JobNotFound, QueueFull
 from actors.jobs.retention import Retention
 from actors.jobs.sharing import FileGone
 from actors.jobs.store import JobStore, make_private_key
-from actors.jobs.stored_request import count_made_segments
+from actors.jobs.stored_request import count_left
 from actors.jobs.tables import Job
 from actors.jobs.values import Room
 from actors.observe.logs import log_event
@@ -91,7 +91,7 @@ class Intake:
         make_draft, purpose = (self._drafts.draft_extension, "extend") if extends else (self._drafts.draft, "")
         with self._note_refusals(request) as is_retry:
             self._bodies.check(request.headers, caller.owner)
-            # What an earlier try has stored counts already, and may have been accepted.
+            # What an earlier try has stored counts already, and may have been accepted: it is looked for first.
             room = dataclasses.replace(caller.room, stored=None) if is_retry else caller.room
             await asyncio.to_thread(self._refuse_early, caller.owner, idempotency_key, room)
             with self._bodies.admit(request.headers, caller.owner) as incoming:
@@ -100,7 +100,8 @@ class Intake:
                     job = await asyncio.to_thread(self._store.find_repeat, *sent, is_retry=is_retry)
                     if job is None:
                         segments = 1 + len(body.fields.next_prompts or ())
-                        room = dataclasses.replace(room, stored=None)  # Once is enough.
+                        stored = caller.room.stored if is_retry else None  # Once is enough.
+                        room = dataclasses.replace(room, stored=stored)
                         await asyncio.to_thread(self._refuse_early, caller.owner, idempotency_key, room, segments)
                         draft, contents = await make_draft(body, incoming, caller)
                 # From here on, no reading process is held and none of its time limits applies.
@@ -163,7 +164,7 @@ class Intake:
     def _accept(
         self, job: Job, contents: Mapping[str, bytes], room: Room, webhook_url: str | None = None
     ) -> tuple[Job, bool]:
-        segments, is_new = count_made_segments(job.request), False
+        segments, is_new = count_left(job.request), False
         self._access.charge_segments(job.owner, segments)
         try:
             with self._translate_queue_full(), _translate_gone(job):

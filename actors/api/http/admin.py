@@ -217,7 +217,7 @@ class AdminKey(Object):
     requests_per_minute: float | None
     """How many requests it may send; null for the service's limit."""
     waiting: int | None
-    """How many segments of its jobs may wait; null for the service's limit."""
+    """How many segments of its jobs for one model may wait; null for the service's limit."""
     running: int | None
     """How many of its jobs may run at a time; null for any number."""
     priority: int
@@ -254,7 +254,7 @@ class NewKey(BaseModel):
     name: str = Field(description="Its name, such as its user's: 1 to 64 letters, digits, spaces or . _ @ -")
     scopes: list[Scope] = Field(["make", "read"], min_length=1, description="What it may do.")
     requests_per_minute: float | None = Field(None, description="How many requests it may send, on average.")
-    waiting: int | None = Field(None, description="How many segments of its jobs may wait.")
+    waiting: int | None = Field(None, description="How many segments of its jobs for one model may wait.")
     running: int | None = Field(None, description="How many of its jobs may run at a time.")
     priority: int = Field(0, description="The highest priority that it may ask for.")
     days: float | None = Field(None, description="For how many days from now it is valid.")

@@ -32,7 +32,7 @@ from actors.api.predictions import PredictedPool
 from actors.jobs.errors import StoreUnavailable
 from actors.jobs.keys import OPERATE, READ
 from actors.jobs.tables import Usage
-from actors.jobs.usage import read_stored, read_usage
+from actors.jobs.usage import read_usage
 
 _STARTED = int(time.time())
 
@@ -137,7 +137,8 @@ async def usage(
 ) -> UsageList:
     """Return what your key has used; with the scope `operate`, what every key has."""
     used_by_key = await asyncio.to_thread(read_usage, service.database, caller.sees, first=first, last=last)
-    stored = await asyncio.to_thread(read_stored, service.database, caller.sees)
+    stored = await asyncio.to_thread(service.stored.read)
+    stored = {key: size for key, size in stored.items() if caller.sees in (None, key)}
     data = [
         KeyUsage(
             key=key,

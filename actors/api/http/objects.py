@@ -190,7 +190,7 @@ class KeyUsage(Object):
     dollars: float
     """What that costs, where the price of the chips is known."""
     stored_bytes: int
-    """What the files of its jobs and its uploads take now, whatever the days."""
+    """What the files of its jobs and its uploads take, whatever the days; up to a minute old."""
 
 
 class UsageList(Object):

@@ -23,7 +23,12 @@ _REFUSED: tuple[Network, ...] = tuple(
     )
 )
 
-# This machine and private networks. Link-local addresses aren't among them: there, clouds give credentials away.
+# Where AWS, Google and Oracle give credentials away, in private networks. Others do so at link-local addresses.
+_CREDENTIALS: tuple[Network, ...] = tuple(
+    ipaddress.ip_network(network) for network in ("fd00:ec2::/32", "fd20:ce::254/128", "fd00:c1::a9fe:a9fe/128")
+)
+
+# This machine and private networks, but not link-local addresses.
 LOCAL: tuple[Network, ...] = tuple(
     ipaddress.ip_network(network)
     for network in ("127.0.0.0/8", "::1/128", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
@@ -51,6 +56,8 @@ def explain_refusal(text: str, allowed: Sequence[Network] = (), *, only_allowed:
         address = ipaddress.ip_address(text.partition("%")[0])  # Without an interface (fe80::1%eth0).
     except ValueError:
         return "is not an address"
+    if any(address in network for network in _CREDENTIALS):
+        return "is an address where a cloud gives credentials away"
     if any(address in network for network in allowed):
         return None
     if only_allowed:

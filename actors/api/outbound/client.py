@@ -55,9 +55,10 @@ class FetchSettings:
     resolver: Callable[[str, int], Awaitable[list[str]]] | None = None
     trust: ssl.SSLContext | None = None  # Certificates that servers are checked against; by default the system's.
 
-    def explain_refusal(self, address: str, port: int) -> str | None:
+    def explain_refusal(self, scheme: str, address: str, port: int) -> str | None:
         """Return why a port of an address may not be connected to, or None if it may."""
-        return explain_refusal(address, (*self.allowed, *self.local), only_allowed=port not in self.ports)
+        is_usual = scheme == "https" and port in self.ports
+        return explain_refusal(address, (*self.allowed, *self.local), only_allowed=not is_usual)
 
 
 def load_default_trust() -> ssl.SSLContext:
@@ -103,7 +104,7 @@ def check_url(url: str, settings: FetchSettings) -> httpcore.URL:
         raise FetchError(f"the {subject}'s URL has a user or password in it; give one without")
     if port not in settings.ports and not settings.local:
         raise FetchError(f"the {subject}'s URL has port {port}; allowed: {', '.join(map(str, sorted(settings.ports)))}")
-    if is_address(host) and (problem := settings.explain_refusal(host, port)):
+    if is_address(host) and (problem := settings.explain_refusal(parts.scheme, host, port)):
         raise FetchError(f"{host} {problem}; only the public internet is allowed")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not (host + target).isascii() or not (host + target).isprintable():
@@ -169,7 +170,7 @@ async def request(
     if content is not None:
         common["Content-Length"] = str(len(content))
     trust = settings.trust or await asyncio.to_thread(load_default_trust)
-    network = CheckedNetwork(settings, owner)
+    network = CheckedNetwork(settings, target.scheme.decode(), owner)
     async with contextlib.AsyncExitStack() as stack:
         with _fetch_errors(host):
             pool = httpcore.AsyncConnectionPool(ssl_context=trust, network_backend=network)
@@ -269,8 +270,8 @@ def _build_too_large_error(settings: FetchSettings) -> FetchError:
 class CheckedNetwork(httpcore.AnyIOBackend):
     """A network backend that reaches only public addresses. Names are resolved and checked here, and nowhere else."""
 
-    def __init__(self, settings: FetchSettings, owner: str) -> None:
-        self._settings, self._owner = settings, owner
+    def __init__(self, settings: FetchSettings, scheme: str, owner: str) -> None:
+        self._settings, self._scheme, self._owner = settings, scheme, owner
 
     async def connect_tcp(self, host: str, port: int, *options: Any, **keywords: Any) -> httpcore.AsyncNetworkStream:
         """Connect to a checked address of a host; raises `FetchError` unless all its addresses are permitted."""
@@ -290,7 +291,7 @@ class CheckedNetwork(httpcore.AnyIOBackend):
             ) from None
         for address in addresses:
             # The address isn't quoted, since it would reveal what names of this network resolve to.
-            if problem := self._settings.explain_refusal(address, port):
+            if problem := self._settings.explain_refusal(self._scheme, address, port):
                 raise FetchError(f"{host} {problem}; only the public internet is allowed")
         if not addresses:
             raise FetchError(f"the name {host} has no address; check the {self._settings.subject}'s URL")

@@ -34,8 +34,8 @@ def ignore(_size: int) -> None:
 class Reading:
     """The content that a process has read."""
 
-    def __init__(self, run: "_TimedProcess", answer: dict[str, Any], limits: ServiceLimits) -> None:
-        self._run, self._limits = run, limits
+    def __init__(self, run: "_TimedProcess", answer: dict[str, Any]) -> None:
+        self._run = run
         self.parts = Parts(text=answer["text"])  # The fields. Files stay in the process.
         self.uploads: dict[str, str] = answer["uploads"]  # SHA-256 of each file, by the name of its field.
         # (height, width) of each image and video, likewise.
@@ -62,7 +62,7 @@ class Reading:
         Raises:
             InvalidRequest: The video has fewer frames, or the process has used up its resources.
         """
-        self._run.extend(self._limits.video_wait_s)
+        self._run.extend()
         options = {"name": VIDEO, "frames": frames, "step": step, **dataclasses.asdict(fit)}
         content, _ = await self._make(options, count)
         return content
@@ -73,7 +73,7 @@ class Reading:
         Raises:
             InvalidRequest: The video is too long, or the process has used up its resources.
         """
-        self._run.extend(self._limits.video_wait_s)
+        self._run.extend()
         content, frames = await self._make({"name": VIDEO, "fps": fps, **dataclasses.asdict(fit)}, count)
         last, _ = await self._make({"name": END}, count)
         return content, frames, last
@@ -93,7 +93,7 @@ class Reading:
 
         Each can be taken once. It raises `InvalidRequest` if the process has used up its resources.
         """
-        self._run.extend(self._limits.video_wait_s)
+        self._run.extend()
         options = {"name": name, "kind": kind, "height": height, "width": width}
         options |= {"with_sound": with_sound, "seconds": seconds}
         content, _ = await self._make(options, count)
@@ -135,9 +135,9 @@ class Reader:
         in_thread = asyncio.get_running_loop().run_in_executor
         async with self._turns.take_turn(key):
             child = await in_thread(self._threads, _Child, self.limits, content.fileno())
-            run = _TimedProcess(child, self._threads, self.limits.reader_s)
+            run = _TimedProcess(child, self._threads, self.limits.reader_s, self.limits.video_wait_s)
             try:
-                yield Reading(run, await run.wait_for(child.ask, content_type), self.limits)
+                yield Reading(run, await run.wait_for(child.ask, content_type))
             finally:
                 child.kill()  # Also if the client has gone away meanwhile.
                 await asyncio.shield(in_thread(self._threads, child.close))
@@ -146,11 +146,12 @@ class Reader:
 class _TimedProcess:
     """A process and the time it has left. Only the time in which something waits for it counts."""
 
-    def __init__(self, child: "_Child", threads: ThreadPoolExecutor, left_s: float) -> None:
-        self.child, self._threads, self._left_s = child, threads, left_s
+    def __init__(self, child: "_Child", threads: ThreadPoolExecutor, left_s: float, more_s: float) -> None:
+        self.child, self._threads, self._left_s, self._more_s = child, threads, left_s, more_s
 
-    def extend(self, seconds: float) -> None:
-        self._left_s += seconds
+    def extend(self) -> None:
+        """Add the time for videos, once, however many there are: meanwhile others wait for a process."""
+        self._left_s, self._more_s = self._left_s + self._more_s, 0.0
 
     async def wait_for(self, ask: Callable[[Any], T], message: Any) -> T:
         """Return the process's answer; raises `InvalidRequest`, also if its time is up."""

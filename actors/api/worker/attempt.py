@@ -14,7 +14,7 @@ from actors.api.worker.job_files import JobFiles
 from actors.api.worker.making import JobResults, VideoMaker
 from actors.api.worker.progress import Tracker
 from actors.jobs.errors import LeaseLost, StoreUnavailable
-from actors.jobs.stored_request import count_left, count_made_segments
+from actors.jobs.stored_request import count_left
 from actors.jobs.tables import Job
 from actors.jobs.values import INTERNAL_ERROR, LOST
 from actors.observe.logs import log_event
@@ -75,7 +75,7 @@ class JobAttempt:
     @property
     def _headway(self) -> int:
         request = self._job.request
-        return count_made_segments(request) - count_left(request, self._job.finished_segments)
+        return count_left(request) - count_left(request, self._job.finished_segments)
 
     def _note(self, span: Span) -> None:
         self._tracker.note(span)

@@ -155,6 +155,7 @@ class VideoMaker:
         if video.tail is not None:
             contents["end"] = ("safetensors", video.tail)
         elif not last and motion and read_redo(job.request) is None:
+            await self._context.engine.forget(job.id)  # A snapshot of an earlier version would lack the end again.
             raise PipelineError("the pipeline has kept no end of a segment for the next one")
         if needs_end and (last or not motion) and video.last_frame is not None:
             contents["final_frame"] = ("png", await asyncio.to_thread(encode_last_frame, video.last_frame))

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 
 from actors.api.estimates import Seconds
-from actors.jobs.stored_request import count_left, count_made_segments
+from actors.jobs.stored_request import count_left
 from actors.jobs.tables import Job
 from actors.jobs.values import Progress
 from actors.observe.span import Span
@@ -38,7 +38,7 @@ class Tracker:
         self._stage, self._step, self._percent = ENCODER, 0, before.percent
         self._decoded, self._is_first_attempt, self._in_chunks = False, job.attempts <= 1, False
         self._compiles = False
-        self._segments = count_made_segments(job.request)  # What is taken from another job takes no time.
+        self._segments = count_left(job.request)  # What is taken from another job takes no time.
         self._first = self._segments - count_left(job.request, job.finished_segments)
         self._finished = self._first
         # Per stage of this attempt: when it began and ended by its slice's clock, and for how many seconds it computed.

@@ -29,6 +29,7 @@ from wan_tpu.reference import (
     open_reference,
     parse_reference,
     parse_references,
+    restore_references,
 )
 from wan_tpu.request import GenerationRequest
 from wan_tpu.segments import continue_request
@@ -75,7 +76,7 @@ def measure_inputs(job: Job, storage: Storage, spec: ModelSpec) -> int:
             names.append(job.input_video)
     if not job.segments or continues_motion(job):
         names += request.get("reference_files", ())
-        for reference in parse_references(request.get("references") or ()) or ():
+        for reference in restore_references(request).get("references") or ():
             size += 3 * reference.height * reference.width * (reference.kind == "image")
             size += _SAMPLE_BYTES * reference.samples * (reference.kind == SOUNDTRACK)
     return size + sum(storage.size(name) for name in names if name is not None)

@@ -150,7 +150,7 @@ class Engine:
 
 def make_tail(request):
     """Return the end of a request's video: latents that are its seed."""
-    latents = np.full((1, 2, 2, request.height // 16, request.width // 16), request.seed, np.float32)
+    latents = np.full((1, 16, 2, request.height // 8, request.width // 8), request.seed, np.float32)
     return Tail(latents, None, request.height, request.width, 22, 5)
 
 

@@ -1,5 +1,6 @@
 """Segments that begin with the end of the one before, motion and sound included, or with its last frame alone."""
 
+import dataclasses
 import itertools
 import wave
 from typing import ClassVar
@@ -112,6 +113,18 @@ def test_a_worker_that_ends_loses_no_end_of_a_segment(settings, engine):
             assert wait_for_end(http, job)["status"] == "completed"
     tails = [request.references[-1].source.latents for request in engine.requests[1:]]
     assert len(tails) == 2 and all(np.array_equal(tail, make_tail(engine.requests[0]).latents) for tail in tails)
+
+
+def test_a_snapshot_that_lacks_the_end_of_a_segment_is_used_once(http, engine):
+    generate = engine.generate
+
+    async def generate_from_old(plan, *, id, **options):
+        video = await generate(plan, id=id, **options)
+        return video if id in engine.forgotten else dataclasses.replace(video, tail=None)
+
+    engine.generate = generate_from_old
+    assert wait_for_video(http, create(http, next_prompts=["on"]))["status"] == "completed"
+    assert len(engine.requests) == 3
 
 
 def test_a_finished_video_is_continued_with_its_motion(http, engine, settings):

@@ -101,7 +101,7 @@ def test_nothing_is_begun_while_temporary_files_have_no_place(http, settings, en
 
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     """As many results as there are threads wait for a disk that hangs for longer than a lease lasts."""
-    quick = change_reliability(dataclasses.replace(settings, concurrency=40), lease_s=10.0)
+    quick = change_reliability(dataclasses.replace(settings, concurrency=40), lease_s=20.0)
     jobs = [create(http).json()["id"] for _ in range(40)]
     engine.go.clear()
     with working(quick, engine) as tools:
@@ -109,7 +109,7 @@ def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
         with tools.storage._one_at_a_time:  # A write takes this lock first.
             engine.go.set()
             wait_for(lambda: engine.under_way == 0)
-            time.sleep(11)
+            time.sleep(21)
             another = WorkQueue(database, reliability=quick.reliability)
             assert another.requeue_lost() == []
         assert [wait_for_end(http, job)["attempts"] for job in jobs] == [1] * len(jobs)

@@ -21,7 +21,7 @@ from tests.wan_tpu.plans import prediction
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.names import STEP
 from wan_tpu.families import published_spec
-from wan_tpu.pricing import shipped_plans
+from wan_tpu.pricing import question, shipped_plans
 from wan_tpu.pricing.causes import list_causes
 from wan_tpu.pricing.compiling import Compiled
 from wan_tpu.pricing.plan import ProgramPlan, SlicePlan, StagePlan
@@ -56,7 +56,7 @@ def add_plan():
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(question, "FOLDER", tmp_path / "shipped")
     add_plan()
 
 
@@ -118,6 +118,12 @@ def test_nothing_is_predicted_for_other_programs_or_chips(spec, shipped):
     [pool] = predict(spec)
     assert pool.predictions == ()
     assert pool.conditions
+
+
+def test_a_plan_that_can_not_be_read_predicts_nothing(shipped):
+    question.locate_plans(SPEC.name).write_text("{}")
+    [pool] = predict(make_spec())
+    assert pool.predictions == () and pool.conditions
 
 
 def test_shipped_seconds_of_all_stages_are_those_of_the_plan():

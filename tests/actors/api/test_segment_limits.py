@@ -93,6 +93,10 @@ def test_key_stores_no_more_than_it_may_and_makes_room_by_deleting(settings, dat
         assert used["stored_bytes"] == sum(sizes.values()) > 5_000
         refused = create(http)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "storage_full")
+        again = {"x-stainless-retry-count": "1"}  # Of a new request, with or without files.
+        assert (
+            create(http, again).status_code == create(http, again, input_reference=make_image(True)).status_code == 403
+        )
         assert http.post(f"/v1/videos/{chain}/remix", json={"prompt": "otherwise"}).status_code == 403
         assert create(http, bob).status_code == 200
         assert http.delete(f"/v1/videos/{chain}").status_code == 200

@@ -290,6 +290,18 @@ def test_broken_and_hostile_files_are_refused(mp4, tmp_path):
         read(mp4, limits=ServiceLimits(video_bytes=100))
 
 
+def test_a_process_has_one_time_for_all_videos_however_often_it_reads_some():
+    async def ask():
+        with open_memory_file() as file:
+            file.write(film())
+            async with Reader(ServiceLimits(reader_s=3, video_wait_s=1)).read(CLIP, file, "key") as reading:
+                for _ in range(1000):
+                    await reading.cut_video(Fit(64, 96), 9, step=4)
+
+    with pytest.raises(InvalidRequest, match="more memory or time"):
+        asyncio.run(ask())
+
+
 def test_a_bomb_of_frames_costs_no_more_than_it_may():
     many = film("-preset", "ultrafast", source="color=s=16x16:r=1000:d=5")
     assert len(read(many)) < 10_000  # No more frames are decoded than are asked for.

@@ -129,11 +129,13 @@ def test_webhook_on_this_machine_is_called_over_http_where_the_operator_permits_
 
 @pytest.mark.parametrize(
     ("address", "ports"),
-    [("93.184.216.34", {443}), ("2606:4700::1111", {443}), ("169.254.169.254", set()), ("fe80::1", set())],
+    [("93.184.216.34", {443}), ("2606:4700::1111", {443}), ("169.254.169.254", set()), ("fe80::1", set())]
+    + [(address, set()) for address in ("fd00:ec2::254", "fd20:ce::254", "fd00:c1::a9fe:a9fe")],
 )
 def test_local_webhooks_open_no_other_port_of_the_internet(settings, address, ports):
     local = dataclasses.replace(settings, local_webhooks=True).webhooks
-    assert {port for port in (80, 443, 8443) if local.explain_refusal(address, port) is None} == ports
+    assert {port for port in (80, 443, 8443) if local.explain_refusal("https", address, port) is None} == ports
+    assert all(local.explain_refusal("http", address, port) for port in (80, 443, 8443))
     with pytest.raises(FetchError):
         check_url("ftp://127.0.0.1/", local)
 

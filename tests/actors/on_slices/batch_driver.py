@@ -17,7 +17,7 @@ from wan_tpu.storage.opening import open_storage
 def main(address, spec, manifest, output):
     connect(address)
     spans, pipeline = [], PipelineDriver(pickle.loads(Path(spec).read_bytes()))
-    lines = read_manifest(manifest, pipeline.model.plan)
+    lines = read_manifest(manifest, pipeline.model)
     with open_batch(lines, open_storage(output), model="test") as batch:
         report = batch.run(pipeline, on_event=spans.append)
     print(report.summarize())

@@ -323,6 +323,7 @@ def test_a_replica_that_was_refused_long_ago_stops_no_batch(running, spec):
     status.report_gone("low/old")
 
 
+@pytest.mark.thorough
 def test_a_batch_s_pipeline_stays_its_own_when_the_node_of_its_mark_is_lost(running):
     with _hold_name("batch"):
         [process] = [process for process in running.processes() if "_Owner" in title(process)]

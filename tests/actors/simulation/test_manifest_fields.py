@@ -143,6 +143,7 @@ def open_model(checkpoint, pipeline, tmp_path_factory):
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [
@@ -159,7 +160,7 @@ def test_lines_become_the_videos_of_one_process(kind, open_model, files, tmp_pat
     for name, path in files.items():
         lines = [line.replace(f'"{name}"', json.dumps(path)) for line in lines]
     paths["manifest"].write_text("\n".join(lines))
-    manifest = read_manifest(paths["manifest"], model.plan)
+    manifest = read_manifest(paths["manifest"], model)
     assert not manifest.bad, manifest.bad
     alone = OneProcessEngine(pipe)
     expected = {

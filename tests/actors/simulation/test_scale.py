@@ -69,6 +69,7 @@ def count_calls(slices):
     return pstats.Stats(profiler).total_calls / 300
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_request_is_as_much_work_with_a_thousand_slices_as_with_ten():
     """This counts calls, because seconds also grow when the requests under way don't fit into the CPU's caches."""

@@ -50,5 +50,5 @@ def test_host_that_denoises_says_what_a_file_asks_for_in_vain(checkpoint, path):
         GenerationRequest(prompt="a cat", loras=[path], **SIZE)
     )
     host = StageHost(str(folder), ("denoise", "refine"), (1, 1, 1), "float32")
-    [warning] = host.fetch_adapters(plan)
-    assert "lora_scale" in warning
+    wish, doubt = host.fetch_adapters(plan)
+    assert "lora_scale" in wish and "IC-LoRA" in doubt

@@ -42,8 +42,12 @@ def test_call_that_compiles_is_found_while_it_does():
         hosts = Hosts()
         slice_ = AsyncSlice(hosts, lambda lost: lost)
         async with run_concurrently(slice_.call("step")) as stepping:
+            waiting = asyncio.create_task(slice_.call("step"))  # It has its turn after this one.
+            not_yet = asyncio.create_task(slice_.find_compiling(waiting))
             since = await slice_.find_compiling(stepping)
             assert since is not None and since.elapsed_s >= 0.01
+            await asyncio.sleep(0.1)
+            assert not not_yet.done()
             hosts.compiled.set()
             assert await asyncio.to_thread(hosts.computing.wait, 60)
             later = asyncio.create_task(slice_.find_compiling(stepping))
@@ -51,7 +55,7 @@ def test_call_that_compiles_is_found_while_it_does():
             assert not later.done()
             hosts.computed.set()
             assert await later is None
-            assert (await stepping).value == (1.0,)
+            assert (await stepping).value == (await waiting).value == (1.0,)
 
     asyncio.run(run())
 

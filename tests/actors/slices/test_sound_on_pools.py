@@ -93,7 +93,7 @@ def test_batch_of_videos_with_sound_is_that_of_one_process(running, tmp_path):
     kind, spans = spec.settings.name, []
     expected = in_one_process(spec.settings.checkpoint, requests[0], 1, tmp_path, *requests[1:])
     write_manifest(tmp_path / "requests.jsonl", requests)
-    manifest = read_manifest(tmp_path / "requests.jsonl", spec.model.plan)
+    manifest = read_manifest(tmp_path / "requests.jsonl", spec.model)
     driver = PipelineDriver(spec)
     try:
         with open_batch(manifest, open_storage(tmp_path / "videos")) as batch:
@@ -122,7 +122,7 @@ def test_segments_with_motion_are_those_of_one_process(running, pipeline, tmp_pa
     wanted = dataclasses.replace(plain, image=None, frames=max(plain.frames, 33))
     fields = {name: value for name, value in wanted.to_json().items() if value is not None}
     (tmp_path / "requests.jsonl").write_text(json.dumps({**fields, "id": "cat", "next_prompts": ["it sleeps"]}))
-    manifest, videos = read_manifest(tmp_path / "requests.jsonl", spec.model.plan), {}
+    manifest, videos = read_manifest(tmp_path / "requests.jsonl", spec.model), {}
     for name, engine in (("pools", PipelineDriver(spec)), ("alone", OneProcessEngine(pipeline(spec.settings.name)))):
         try:
             with open_batch(manifest, open_storage(tmp_path / name)) as batch:

@@ -25,7 +25,6 @@ import torch
 from PIL import Image
 from transformers.audio_utils import mel_filter_bank
 
-from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.ltx2 import image
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.spec import AUDIO_RATE, AUDIO_STRIDE, STRIDE, Room
@@ -164,9 +163,6 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
         room: Its rows.
         encoded: Latents of the image in each size, or of what `read_frames` yields, [1, C, T, H, W], and of what
             `read_sounds` yields, [A, C].
-
-    Raises:
-        InvalidRequest: The end of a video isn't one of this model's.
     """
     rows = np.zeros((1, room.rows, count_channels(config)), np.float32)
     rest, parts = iter(encoded), []
@@ -176,8 +172,11 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
                 continue
             shape = 1, config.vae["latent_channels"], count, *size
             source = None if end is None else _get_source(end)
-            # Those of an image, or of a file.
-            latents = next(rest) if source is None or source.pixels is not None else _choose_latents(source, shape)
+            if source is None or source.pixels is not None:  # An image, or a file.
+                latents = next(rest)
+            else:
+                given = [latents for latents in (source.latents, source.smaller) if latents is not None]
+                latents = next(latents for latents in given if latents.shape == shape)
             parts.append(latents[0].reshape(shape[1], -1).T)
     start = 0
     for part in (*parts, *rest):
@@ -190,19 +189,6 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
 def count_channels(config: Ltx2Config) -> int:
     """Return the channels of the rows."""
     return max(config.transformer["in_channels"], config.transformer["audio_in_channels"])
-
-
-def _choose_latents(tail: Tail, shape: tuple[int, ...]) -> np.ndarray:
-    given = [latents for latents in (tail.latents, tail.smaller) if latents is not None]
-    fitting = next((latents for latents in given if latents.shape == shape), None)
-    if fitting is None:
-        shapes = " and ".join(str(latents.shape) for latents in given)
-        raise InvalidRequest(
-            f"the end of a video has latents {shapes}; this request needs {shape}: give one that the same model has "
-            "made in as many stages",
-            "references",
-        )
-    return fitting
 
 
 # ---- Rows as latents again. No program may run for arrays of the host: previews are painted beside those of a slice.

@@ -84,6 +84,11 @@ class Ltx2Spec(FamilySpec):
             )
 
     @property
+    def vae(self) -> str:  # type: ignore[override]
+        """LTX-2's VAE has other widths than that of the later versions."""
+        return "-".join(map(str, self.config.vae["block_out_channels"]))
+
+    @property
     def unused(self) -> tuple[str, ...]:
         """How a schedule is shifted is no setting of a request; both stages run the same transformer."""
         return (*dict.fromkeys(("guidance_scale_2", "switch_step", "shift", *super().unused)),)

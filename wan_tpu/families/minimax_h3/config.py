@@ -15,6 +15,8 @@ TEXT_ROWS = (1024, 2048, 4096, 6144)
 LABEL = "<Picture {}>: "  # What the text encoder reads before a keyframe, counted from 1.
 REFERENCE_FOLDER = "transformer_ref"  # The transformer for requests with references.
 TEXT_LAYER = 50  # The layer of Qwen3-VL whose output the published model was trained with.
+FPS = 24  # The only frame rate that the model was trained on.
+STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
 LATENTS_PER_S = 40  # Latents of the sound per second. diffusers computes with this number, whatever the VAE's strides.
 _CLASSES = {
     "transformer": "MiniMaxH3Transformer3DModel",
@@ -85,6 +87,11 @@ class MiniMaxH3Config:
         """The most pixels of a frame of a reference video."""
         assert self.canvas is not None
         return self.canvas["canvas_max_pixels"]
+
+
+def count_voices(frames: int) -> int:
+    """Return the latents of each channel of the sound of so many frames."""
+    return round(frames / FPS * LATENTS_PER_S)
 
 
 def fit_rows(tokens: int) -> int:

@@ -8,7 +8,8 @@ import torch
 
 from wan_tpu.families.minimax_h3 import audio, components, reference_inputs, references, text, vae
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS
-from wan_tpu.families.minimax_h3.spec import STRIDE, MiniMaxH3Spec
+from wan_tpu.families.minimax_h3.config import STRIDE
+from wan_tpu.families.minimax_h3.spec import MiniMaxH3Spec
 from wan_tpu.families.minimax_h3.vision import pictures, presentation
 from wan_tpu.families.shared.flop_count import count
 from wan_tpu.ops.tiles import Tiles

@@ -30,10 +30,10 @@ from wan_tpu.families.minimax_h3 import (
     transformer,
     vae,
 )
-from wan_tpu.families.minimax_h3.config import REFERENCE_FOLDER, TEXT_ROWS, MiniMaxH3Config
+from wan_tpu.families.minimax_h3.config import REFERENCE_FOLDER, STRIDE, TEXT_ROWS, MiniMaxH3Config
 from wan_tpu.families.minimax_h3.flops import MiniMaxH3Flops
 from wan_tpu.families.minimax_h3.reference_inputs import StaticRoom
-from wan_tpu.families.minimax_h3.spec import DENOISE_REFERENCES, STRIDE, MiniMaxH3Spec
+from wan_tpu.families.minimax_h3.spec import DENOISE_REFERENCES, MiniMaxH3Spec
 from wan_tpu.families.minimax_h3.vision import pictures, presentation, tower
 from wan_tpu.families.minimax_h3.vision.pictures import fit_keyframes
 from wan_tpu.families.minimax_h3.vision.presentation import Presentation

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 
-from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.minimax_h3 import audio, vae
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES
 from wan_tpu.families.minimax_h3.config import LATENTS_PER_S, MiniMaxH3Config
@@ -33,7 +32,7 @@ from wan_tpu.families.minimax_h3.references import (
 from wan_tpu.families.minimax_h3.spec import CLIP_ENCODER, VOICE_ENCODER
 from wan_tpu.families.minimax_h3.vision import pictures
 from wan_tpu.families.shared.tokens import patchify, unpatchify
-from wan_tpu.reference import CONTINUED, ENDS, GOAL, TAIL, Reference
+from wan_tpu.reference import CONTINUED, ENDS, GOAL, TAIL
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.bridge import Params
 from wan_tpu.tail import Tail
@@ -77,7 +76,7 @@ def read_files(config: MiniMaxH3Config, request: ResolvedRequest) -> Files:
             if size.voices:
                 values.append((VOICES, read_end_voices(config, tail, size)))
         elif size.voices:
-            values.append((VOICES, read_voices(config, request, reference)))
+            values.append((VOICES, read_voices(config, request, reference, size)))
     return Files(values, patches)
 
 
@@ -123,7 +122,8 @@ def to_rows(
     for reference, size in zip(request.references or (), measures, strict=True):
         if size.latents is not None:
             if size.kind in (TAIL, GOAL):
-                latents = _read_latents(config, reference, size)
+                assert isinstance(reference.source, Tail) and reference.source.latents is not None
+                latents = reference.source.latents
             else:
                 moments = np.concatenate([next(rest) for _ in range(_count_clips(size))], axis=2)
                 latents = vae.draw_latents(config, moments[:, :, : size.latents[0]])
@@ -188,18 +188,6 @@ def draw_noises(
     for size in measures:
         if size.latents is not None:
             yield torch.randn((1, config.vae["latent_channels"], *size.latents), generator=generator).numpy()
-
-
-def _read_latents(config: MiniMaxH3Config, reference: Reference, size: Measure) -> np.ndarray:
-    """Return the latents of the end of a video; raises `InvalidRequest` if it isn't one of this model's."""
-    assert isinstance(reference.source, Tail) and reference.source.latents is not None and size.latents is not None
-    shape, expected = reference.source.latents.shape, (1, config.vae["latent_channels"], *size.latents)
-    if shape != expected:
-        raise InvalidRequest(
-            f"the end of a video has latents {shape}; this model needs {expected}: give one that it has made",
-            "references",
-        )
-    return reference.source.latents
 
 
 def _count_samples(config: MiniMaxH3Config, latents: int) -> int:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS
-from wan_tpu.families.minimax_h3.config import LATENTS_PER_S, MiniMaxH3Config
+from wan_tpu.families.minimax_h3.config import LATENTS_PER_S, STRIDE, MiniMaxH3Config, count_voices
 from wan_tpu.families.minimax_h3.positions import Block
 from wan_tpu.families.minimax_h3.vision import pictures
 from wan_tpu.families.shared import resampling
@@ -27,8 +27,7 @@ from wan_tpu.reference import ENDS, FPS, GOAL, SOUNDTRACK, UNREAD, Reference
 from wan_tpu.request import MATCH, ResolvedRequest, nearest_multiple
 from wan_tpu.tail import Overlap, Tail
 
-MULTIPLE = 32  # Of all sides in pixels.
-STRIDE = 16  # Pixels per pixel of the latents.
+MULTIPLE = 2 * STRIDE  # Of all sides in pixels.
 LONGEST = 4  # The widest reference, divided by its height.
 SHORTEST = CLIP_FRAMES + CLIP_LATENTS  # Frames. The VAE would repeat the last frame of a shorter video.
 # A video that goes on from another one begins with its last clip, whose last frames the VAE blends with those of the
@@ -105,7 +104,7 @@ def measure(config: MiniMaxH3Config, request: ResolvedRequest) -> list[Measure]:
 def _measure_reference(config: MiniMaxH3Config, request: ResolvedRequest, reference: Reference, name: str) -> Measure:
     height, width, frames = reference.height, reference.width, int(reference.kind == "image")
     if reference.kind == SOUNDTRACK:
-        return Measure(SOUNDTRACK, 0, 0, 0, 0, locked=round(request.frames / FPS * LATENTS_PER_S))
+        return Measure(SOUNDTRACK, 0, 0, 0, 0, locked=count_voices(request.frames))
     if reference.kind != "audio" and max(height, width) > LONGEST * min(height, width):
         raise InvalidRequest(
             f"{name} has the wrong shape; allowed are 1:{LONGEST} to {LONGEST}:1: crop it", "references"
@@ -255,13 +254,18 @@ def read_video(reference: Reference, size: Measure) -> np.ndarray:
     return frames
 
 
-def read_voices(config: MiniMaxH3Config, request: ResolvedRequest, reference: Reference) -> np.ndarray:
+def read_voices(config: MiniMaxH3Config, request: ResolvedRequest, reference: Reference, size: Measure) -> np.ndarray:
     """Return a sound in stereo at the rate of the audio VAE, float32 [2, samples], in whole latents."""
     assert reference.source is not None and not isinstance(reference.source, Image.Image | Tail)
     samples, rate = read_sound(reference.source, request.frames / FPS)
     target = config.audio_vae["sampling_rate"]
     stereo = resample(np.broadcast_to(samples, (2, samples.shape[1])), rate, target)
-    return np.pad(stereo, ((0, 0), (0, -stereo.shape[1] % (target // LATENTS_PER_S))))
+    latent = target // LATENTS_PER_S
+    if -(-stereo.shape[1] // latent) != size.voices:
+        raise InvalidRequest(
+            f"{reference} has changed: it has {samples.shape[1]} samples at {rate} Hz; start again", "references"
+        )
+    return np.pad(stereo, ((0, 0), (0, -stereo.shape[1] % latent)))
 
 
 def read_end_voices(config: MiniMaxH3Config, tail: Tail, size: Measure) -> np.ndarray:
@@ -275,9 +279,7 @@ def read_end_voices(config: MiniMaxH3Config, tail: Tail, size: Measure) -> np.nd
 def read_soundtrack(config: MiniMaxH3Config, request: ResolvedRequest, track: Tail) -> np.ndarray:
     """Return a soundtrack as `read_voices` does, as long as the video's sound."""
     target = config.audio_vae["sampling_rate"]
-    return resampling.read_soundtrack(
-        track, target, target // LATENTS_PER_S * round(request.frames / FPS * LATENTS_PER_S)
-    )
+    return resampling.read_soundtrack(track, target, target // LATENTS_PER_S * count_voices(request.frames))
 
 
 def sample_frames(frames: np.ndarray) -> np.ndarray:

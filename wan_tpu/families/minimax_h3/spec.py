@@ -10,7 +10,16 @@ import numpy as np
 from wan_tpu.errors import CheckpointError, InvalidRequest
 from wan_tpu.families.minimax_h3 import published, references, sampling
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, chunk_lengths
-from wan_tpu.families.minimax_h3.config import LABEL, TEXT_ROWS, MiniMaxH3Config, fit_rows, read_config
+from wan_tpu.families.minimax_h3.config import (
+    FPS,
+    LABEL,
+    STRIDE,
+    TEXT_ROWS,
+    MiniMaxH3Config,
+    count_voices,
+    fit_rows,
+    read_config,
+)
 from wan_tpu.families.shared.family_spec import DENOISE, FamilySpec
 from wan_tpu.families.shared.token_counts import TokenCount, count_tokens
 from wan_tpu.media.image import describe_stretch
@@ -21,16 +30,14 @@ from wan_tpu.schedules import flow
 from wan_tpu.schedules.schedule import Schedule
 from wan_tpu.tail import Overlap
 
-FPS = 24  # The only frame rate that the model was trained on.
 # Frames: 4 s and 15 s, as MiniMax-H3's model card has them, rounded up to what the VAE can decode, as in SGLang.
 SHORTEST, LONGEST = 107, 362
-AUDIO_RATE, CHANNELS = 40, 2  # Latents of the sound a second, for each of its channels.
+CHANNELS = 2  # Of the sound.
 WIDEST = 4  # The width of the widest video, divided by its height.
 REFERENCES = {"image": 9, "video": 3, "audio": 3}  # The most references of each kind, as MiniMax documents them.
 MOST_REFERENCES = 12  # Of all kinds.
 CLIP_ENCODER, VOICE_ENCODER = "clip_encoder", "audio_encoder"  # Components that only some references need.
 DENOISE_REFERENCES = "denoise_ref"  # The stage and the component of requests with references.
-STRIDE = 16  # Pixels per pixel of the latents, four of which are a token.
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 
@@ -189,7 +196,7 @@ class MiniMaxH3Spec(FamilySpec):
 
     def audio_tokens(self, frames: int) -> int:
         """Return 2 A: for both channels, the rounded number of latents that last as long as the video."""
-        return CHANNELS * round(frames / FPS * AUDIO_RATE)
+        return CHANNELS * count_voices(frames)
 
     def latent_shapes(self, request: ResolvedRequest, step: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the video's latents and of the sound's, [1, 2 A, channels], one channel first."""

@@ -18,7 +18,6 @@ import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.minimax_h3.layers import GATE, select_gates, without_gates
 from wan_tpu.families.minimax_h3.positions import Layout
 from wan_tpu.families.minimax_h3.sharding import RULES
@@ -89,20 +88,9 @@ def predict(
         sparse: How sparse attention is; None for attention to all keys. With `Sparsity` the sequence is in the order of
             its tiles, and there are gates among the weights.
         grid: The video's tokens in time, height and width, for `Sparsity`.
-
-    Raises:
-        InvalidRequest: There are gates without video sparse attention, for which they were trained, or the reverse.
     """
     gates = select_gates(params)
-    if bool(gates) != isinstance(sparse, Sparsity):
-        raise InvalidRequest(
-            "the adapters hold gates of video sparse attention, and the preset is for other attention; give FastH3's "
-            "preset with its own adapter"
-            if gates
-            else "the preset is for video sparse attention, and the adapters hold no gates for it; leave loras out, or "
-            "give one that has them",
-            "loras",
-        )
+    assert bool(gates) == isinstance(sparse, Sparsity)
     real = jnp.array(layout.padded[1:], jnp.int32) if rows.real is None else rows.real
     counts = jnp.concatenate([jnp.reshape(rows.words, 1), real])
     sound_start = jnp.sum(counts)

@@ -28,7 +28,7 @@ from wan_tpu.errors import CheckpointError
 from wan_tpu.families.minimax_h3 import clip_encoder, encoder
 from wan_tpu.families.minimax_h3.clips import CLIP_FRAMES, CLIP_LATENTS, DECODED_LATENTS
 from wan_tpu.families.minimax_h3.components import pair_channels
-from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
+from wan_tpu.families.minimax_h3.config import STRIDE, MiniMaxH3Config
 from wan_tpu.families.minimax_h3.tiling import Tiling, lay_line
 from wan_tpu.families.minimax_h3.vit import decode_tiles
 from wan_tpu.families.shared.causal_vae import Cache, Chunks
@@ -41,7 +41,6 @@ from wan_tpu.runtime.mesh import Rule, replicated_sharding
 
 # The mean and deviation by which diffusers normalises pixels: those of ImageNet's red, green and blue.
 PIXEL_MEAN, PIXEL_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-STRIDE = 16  # Pixels per pixel of the latents.
 FADED = 5  # Frames that fade into the next clip's.
 TILE, OVERLAP = 16, 4  # A tile's side, and the least that neighbours share, in pixels of the latents.
 TILES = 8  # The most tiles that a device decodes at once.
