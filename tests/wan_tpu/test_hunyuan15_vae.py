@@ -1,6 +1,7 @@
 """HunyuanVideo-1.5's VAE, frame by frame and cut over devices, against diffusers' module."""
 
 import json
+import math
 import shutil
 
 import diffusers
@@ -78,12 +79,20 @@ def test_tiles_that_there_are_not_are_refused(settings, message, tiled_folder, t
 
 @pytest.mark.meshes
 @pytest.mark.thorough
-def test_tiles_on_four_devices_are_those_of_diffusers(tiling, tiled_folder, tmp_path):
-    """Three tiles; test_sound_on_meshes.py has a picture that is cut."""
-    latents, pixels = random(1, 4, 2, HEIGHT, TILED_WIDTH), random(1, 3, 1, 16 * HEIGHT, 16 * TILED_WIDTH)
+@pytest.mark.parametrize(
+    ("tiled", "mesh"),
+    [(False, (2, 2, 2)), (True, (1, 2, 2))],
+    ids=["whole", "tiled"],
+)
+def test_several_devices_give_what_diffusers_does(tiled, mesh, theirs, folder, tiled_folder, tmp_path, request):
+    module = request.getfixturevalue("tiling") if tiled else theirs
+    # Whole: a column on five of eight devices, nothing but padding on three. Tiled: three tiles on four devices.
+    width = TILED_WIDTH if tiled else 5
+    latents, pixels = random(1, 4, 2, HEIGHT, width), random(1, 3, 1, 16 * HEIGHT, 16 * width)
     file, out = tmp_path / "inputs.npz", tmp_path / "outputs.npz"
     np.savez(file, latents=latents, pixels=pixels)
-    run_on_devices("tests.wan_tpu.hunyuan15_vae_worker", tiled_folder, file, out, 1, 2, 2, count=4)
+    arguments = (tiled_folder if tiled else folder, file, out, *mesh)
+    run_on_devices("tests.wan_tpu.hunyuan15_vae_worker", *arguments, count=math.prod(mesh))
     output = np.load(out)
-    for name, expected in zip(("decoded", "encoded"), moments_and_pixels(tiling, latents, pixels), strict=True):
+    for name, expected in zip(("decoded", "encoded"), moments_and_pixels(module, latents, pixels), strict=True):
         assert np.abs(output[name] - expected).max() <= 1e-4 * np.abs(expected).max(), name
