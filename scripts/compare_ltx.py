@@ -48,7 +48,7 @@ def main() -> int:
     python = parser.parse_args().python
     with tempfile.TemporaryDirectory() as folder:
         cases = make_cases(Path(folder))
-        theirs = run_lightricks(python or install(Path(folder)), cases, Path(folder))
+        theirs = run_lightricks(python or install(Path(folder), *PACKAGES), cases, Path(folder))
         fails = False
         print(f"{'':32}{'wan-tpu':>12}{'plain torch':>16}")
         for name, case in cases.items():
@@ -84,11 +84,11 @@ def make_cases(folder: Path) -> dict[str, dict[str, Any]]:
     return cases
 
 
-def install(folder: Path) -> Path:
-    """Install Lightricks' packages into a new environment, and return its interpreter."""
+def install(folder: Path, *packages: str) -> Path:
+    """Install packages into a new environment, and return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", folder / "environment"], check=True)
     python = folder / "environment" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
     return python
 
 

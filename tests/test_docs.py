@@ -95,11 +95,6 @@ def test_files_and_the_names_beside_them_are_there(page):
     assert page.name == "CHANGELOG.md" or wrong == []
 
 
-def test_wrong_names_are_found():
-    text = "`wan_tpu/spec.py` `ModelSpec.plan`, `ModelSpec`; `plan.py` `RequestPlan`; `gone.py`; `spec.py` `Gone.plan`"
-    assert list(find_wrong_mentions(text)) == ["gone.py", "spec.py Gone.plan"]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_targets_of_make_that_pages_name_are_there(page):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

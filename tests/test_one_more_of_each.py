@@ -19,7 +19,6 @@ from tests.conftest import ROOT
 from tests.wan_tpu.test_aot_kernel_cost import kernel_config
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.names import STEP
-from wan_tpu.errors import InvalidInput
 from wan_tpu.families import published_spec
 from wan_tpu.ops import self_check
 from wan_tpu.pricing.analyse import analyse
@@ -28,8 +27,6 @@ from wan_tpu.pricing.planner import SlicePlanner
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import make_mesh
 from wan_tpu.switches import KERNELS as KERNELS_VARIABLE
-from wan_tpu.switches import set_switches, uses_kernel
-from wan_tpu_kernels.blocks import DEFAULT, plan_blocks
 from wan_tpu_kernels.catalogue import KERNELS, MATMUL, Kernel, find_kind
 
 MODEL = "wan2.1-t2v-1.3b"
@@ -75,19 +72,6 @@ def test_kernel_is_priced_as_what_it_says_it_is_on_the_generation(generation, ke
     undeclared = price("triple", generation)
     assert undeclared.by_category()[MATMUL].estimate == 0
     assert [name for name in undeclared.unpriced if "triple" in name]
-
-
-def test_kernel_can_be_switched_off(kernel):
-    assert uses_kernel("doubling", "tpu")
-    set_switches(kernels="reference:doubling")
-    assert not uses_kernel("doubling", "tpu") and uses_kernel("linear", "tpu")
-    with pytest.raises(InvalidInput, match="doubling"):  # The nearest, of which there would otherwise be none.
-        set_switches(kernels="reference:doublin")
-
-
-def test_attention_runs_on_a_generation_that_it_is_not_tuned_for(generation):
-    blocks = plan_blocks(75_600, 75_600, chip="v99").blocks
-    assert blocks.block_q <= DEFAULT.block_q and blocks.block_kv <= DEFAULT.block_kv
 
 
 def test_field_that_changes_a_program_is_priced(generation, tmp_path, monkeypatch):

@@ -164,10 +164,6 @@ def test_no_folders_import_in_a_circle(package):
     assert circle(parts) == []
 
 
-def test_a_circle_is_found():
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-
-
 BUILT_ON = {"helios": "wan"}  # A family whose models are another's with changes imports its modules.
 
 

@@ -14,7 +14,6 @@ pipelines, their arguments' defaults, samplers and modules run as they are, with
 import json
 import re
 import sys
-import types
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,26 +37,11 @@ from ltx_core.text_encoders.gemma.embeddings_processor import EmbeddingsProcesso
 from ltx_core.text_encoders.gemma.feature_extractor import FeatureExtractorV1, FeatureExtractorV2
 from ltx_core.text_encoders.gemma.tokenizer import LTXVGemmaTokenizer
 from ltx_core.types import AudioLatentShape, VideoPixelShape
+from ltx_names import STATISTICS, TRANSFORMER_NAMES, Float32, list_encoder_blocks
 from ltx_pipelines import distilled, ti2vid_one_stage, ti2vid_two_stages
 from ltx_pipelines.utils import args, constants
 from safetensors.torch import load_file
 
-TRANSFORMER_NAMES = {
-    "audio_patchify_proj": "audio_proj_in",
-    "patchify_proj": "proj_in",
-    "av_ca_video_scale_shift_adaln_single": "av_cross_attn_video_scale_shift",
-    "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
-    "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
-    "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
-    "scale_shift_table_a2v_ca_video": "video_a2v_cross_attn_scale_shift_table",
-    "scale_shift_table_a2v_ca_audio": "audio_a2v_cross_attn_scale_shift_table",
-    "audio_prompt_adaln_single": "audio_prompt_adaln",
-    "prompt_adaln_single": "prompt_adaln",
-    "audio_adaln_single": "audio_time_embed",
-    "adaln_single": "time_embed",
-    "q_norm": "norm_q",
-    "k_norm": "norm_k",
-}
 TEXT_NAMES = {
     "feature_extractor.aggregate_embed": "text_proj_in",
     "feature_extractor.video_aggregate_embed": "video_text_proj_in",
@@ -78,9 +62,6 @@ VAE_NAMES = {
     "down_blocks.8": "mid_block",
     "res_blocks": "resnets",
 }
-STATISTICS = {"mean-of-means": "latents_mean", "std-of-means": "latents_std"}
-# What each kind of downsampling is called.
-DOWNSAMPLING = {"spatial": "compress_space_res", "temporal": "compress_time_res", "spatiotemporal": "compress_all_res"}
 
 
 class Ledger:
@@ -196,14 +177,11 @@ class Ledger:
 
     def video_encoder(self) -> Any:
         """Return the VAE's encoder."""
-        config, blocks = self.read_config("vae"), []
-        channels = [config["latent_channels"], *config["block_out_channels"]]
-        for i, kind in enumerate(config["downsample_type"]):
-            blocks.append(("res_x", {"num_layers": config["layers_per_block"][i]}))
-            blocks.append((DOWNSAMPLING[kind], {"multiplier": channels[i + 1] // channels[i]}))
-        blocks.append(("res_x", {"num_layers": config["layers_per_block"][-1]}))
+        config = self.read_config("vae")
         encoder = VideoEncoder(
-            out_channels=config["latent_channels"], encoder_blocks=blocks, patch_size=config["patch_size"]
+            out_channels=config["latent_channels"],
+            encoder_blocks=list_encoder_blocks(config),
+            patch_size=config["patch_size"],
         )
         return self._fill(encoder, "vae", VAE_NAMES, "encoder.")
 
@@ -223,15 +201,6 @@ class Ledger:
         """In place of what decodes."""
 
     video_decoder = audio_decoder = vocoder = _nothing
-
-
-class Float32(types.ModuleType):
-    """torch, whose bfloat16 is float32."""
-
-    bfloat16 = torch.float32
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def run(case: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

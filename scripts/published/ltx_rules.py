@@ -1,7 +1,8 @@
 """The rules of Lightricks' pipelines (ltx-core and ltx-pipelines 1.0.0) in plain torch, around diffusers' networks.
 
 `scripts/compare_ltx.py` shows that they make the latents that Lightricks' own pipelines make; tests compare ours with
-theirs. Those of LTX-2.5 are of version 1.2.0, which isn't on PyPI (github.com/Lightricks/LTX-2 at 400fd310).
+theirs. Those of LTX-2.5 are of version 1.2.0, which isn't on PyPI (github.com/Lightricks/LTX-2 at 400fd310);
+`scripts/compare_ltx_25.py` compares ours with that version itself.
 
 Shapes: L tokens of the video, A of the sound, C channels, H W latent height and width.
 """
@@ -41,6 +42,12 @@ class Lightricks:
         self._pipe: Any = diffusers.LTX2Pipeline.from_pretrained(folder, transformer=transformer.eval())
         self._folder = folder
         self._is_25 = not transformer.config.ff_bias
+        if self._is_25:
+            # In 1.2.0, tokens attend to the other stream by their own timesteps, and take from it by its noise level.
+            for gate in ("video_a2v", "audio_v2a"):
+                transformer.get_submodule(f"av_cross_attn_{gate}_gate").register_forward_pre_hook(
+                    lambda module, times, gate=gate: (self._gate_times[gate],)
+                )
 
     @torch.no_grad()
     def make_in_one_stage(
@@ -256,7 +263,12 @@ class Lightricks:
         is_given: bool,
     ) -> list[torch.Tensor]:
         """Return the clean estimates of video and sound, which may be given, guided if there is a negative prompt."""
-        audio_sigma = 0 if is_given else sigma
+        audio_sigma, config = 0 if is_given else sigma, self._pipe.transformer.config
+        scale = 1000 * config.cross_attn_timestep_scale_multiplier / config.timestep_scale_multiplier
+        self._gate_times = {
+            "video_a2v": torch.tensor([scale * audio_sigma]),
+            "audio_v2a": torch.tensor([scale * sigma]),
+        }
         marked = torch.zeros_like(mask)
         marked[:, : shape[1] * shape[2]] = 1
 
@@ -275,7 +287,7 @@ class Lightricks:
                 width=shape[2],
                 fps=FPS,
                 audio_num_frames=shape[3],
-                use_cross_timestep=True,
+                use_cross_timestep=not self._is_25,
                 video_keyframes_mask=marked,
                 return_dict=False,
                 **options,

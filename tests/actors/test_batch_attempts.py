@@ -35,19 +35,6 @@ def run(tmp_path, engine, output, *ids, in_flight=1, previews=False):
         return batch.run(engine)
 
 
-class LookingEngine(Engine):
-    """Notes what the record of a request says at the moment when its snapshots may go."""
-
-    def __init__(self, output):
-        super().__init__()
-        self.output, self.statuses = output, {}
-
-    async def forget(self, id):
-        await super().forget(id)
-        self.statuses[id] = json.loads(self.output.read(f"{id}.json"))["status"]
-        assert self.statuses[id] != "done" or self.output.size(f"{id}.mp4")
-
-
 class PaintingEngine(Engine):
     """Shows a picture of each unfinished video, and notes which files there are then."""
 
@@ -98,13 +85,6 @@ def test_what_a_killed_run_has_left_of_a_picture_is_removed(tmp_path):
     half.write_bytes(b"half")
     run(tmp_path, Engine(), output, "cat", previews=True)
     assert not half.exists()
-
-
-def test_snapshots_go_once_video_and_record_are_written(tmp_path):
-    output = LocalStorage(tmp_path / "out")
-    engine = LookingEngine(output)
-    assert run(tmp_path, engine, output, "cat", "dog").videos_made == 2
-    assert engine.statuses == {"cat": "done", "dog": "done"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from wan_tpu.families import open_spec
 from wan_tpu.storage.opening import open_storage
 
 KIND = "wan2.1-t2v-1.3b"
+BOTH = pytest.mark.parametrize("bucket", ["gs", pytest.param("s3", marks=pytest.mark.thorough)], indirect=True)
 ASKED = GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2, seed=1)
 
 
@@ -40,6 +41,7 @@ def downloads(bucket):
     return [line for line in bucket.emulator.seen if line.startswith("GET") and "list-type" not in line]
 
 
+@BOTH
 def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(
     checkpoint_address, pipeline, bucket, tmp_path
 ):
@@ -57,7 +59,7 @@ def test_the_video_is_that_of_the_folder_and_weights_are_read_where_they_are(
 # After gs:// in one process, weights in s3:// are read range by range, which takes minutes from moto's server.
 @pytest.mark.thorough
 @pytest.mark.long
-@pytest.mark.parametrize("bucket", ["gs", pytest.param("s3", marks=pytest.mark.thorough)], indirect=True)
+@BOTH
 def test_a_checkpoint_is_converted_from_one_bucket_folder_to_another(checkpoint_address, bucket, pipeline, tmp_path):
     expected = pipeline(KIND, "bfloat16").generate(ASKED).pixels
     there, here = f"{bucket.address}/converted", tmp_path / "converted"
@@ -95,6 +97,7 @@ def test_changed_object_is_fetched_again(checkpoint_address, bucket):
     assert dict(Checkpoint(checkpoint_address).sampling().defaults) == {}
 
 
+@BOTH
 def test_two_processes_fetch_a_file_once(checkpoint_address, bucket):
     bucket.emulator.seen.clear()
     code = "import sys; from wan_tpu.checkpoint import Checkpoint; Checkpoint(sys.argv[1]).path('transformer')"

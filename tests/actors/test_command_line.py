@@ -79,9 +79,7 @@ PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
         ([*PLAN, "--plot", "/proc/x.png"], "can't write /proc/x.png (No such"),
         ([*PLAN, "--videos_a_day", "5", "--prices", "/proc/x.yaml"], "/proc/x.yaml can't be read (No such"),
         ([*PLAN, "--slice", "v6e-3"], "there is no v6e-3; nearest: v6e-4"),
-        (["doctor", "--slice", "v6e-3"], "there is no v6e-3; nearest: v6e-4"),
         (["doctor", "--output", "/proc/x/doctor.json"], "--output /proc/x/doctor.json can't be written (No such"),
-        (["doctor", "--timeout", "jion=3"], "(did you mean join?)"),
         (["pipeline", "down", "--drain_s", "-1"], "--drain_s is -1; give 0 or more"),
         (["profile", "low", "--output", "out", "--seconds", "nan"], "--seconds is nan; give 0.001 to 60"),
         (["keys", "usage", "--days", "0"], "--days is 0; give 1 to 36500"),
@@ -93,10 +91,7 @@ PLAN = ["plan", "--model", "wan2.1-t2v-1.3b", "--slice", "v6e-4"]
         (["submit", "--stop", "a", "--address", "ftp://head:8265"], "such as http://host:8265"),
         (["status", "--address", "head"], "--address is 'head'; give host:port"),
         (["status", "--address", "head:70000"], "--address is 'head:70000'; give host:port"),
-        (
-            [*HOSTS, "--account", "a@b"],
-            "/proc/x (No",
-        ),
+        ([*HOSTS, "--account", "a@b"], "/proc/x (No"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -181,17 +176,6 @@ def test_every_argument_of_a_command_has_help(name):
         help_text = action.help % (vars(action) | {"prog": name})
         assert not re.search(r"default:? default|default:? None", help_text), f"{option}: {help_text}"
         assert set(re.findall(r"(?<!\S)--[a-z_0-9]+", help_text)) <= list_options(), f"{option}: {help_text}"
-
-
-def test_a_flag_that_commands_share_has_one_name():
-    """A setting that is parsed into the same place has the same flags in every command."""
-    flags = {}
-    for name in COMMANDS:
-        for action in all_arguments(parser_of(find_command(name))):
-            if action.option_strings and action.dest in ("model_id", "model", "dtype", "prompt", "layout", "folder"):
-                flags.setdefault(action.dest, set()).add(tuple(action.option_strings))
-    assert flags.pop("model_id") == flags.pop("model") == {("--model", "--model_id")}
-    assert all(len(names) == 1 for names in flags.values()), flags
 
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -310,14 +294,9 @@ def test_bash_completes_commands_options_and_values(capsys, tmp_path):
 def test_request_that_the_model_cannot_make_is_refused_without_importing_jax(tmp_path):
     code = "import sys; sys.modules['jax'] = sys.modules['torch'] = None; from actors.cli import main; sys.exit(main())"
     argv = ["generate", "--model", "examples/small-wan2.2-i2v", "--prompt", "x", "--output", str(tmp_path / "x.mp4")]
-
-    def run(*more):
-        return subprocess.run([sys.executable, "-c", code, *argv, *more], cwd=ROOT, capture_output=True, text=True)
-
     for wrong, field in ((["--image", "examples/ball.png", "--preset", "fast"], "preset"), ([], "image")):
-        done = run(*wrong)
+        done = subprocess.run([sys.executable, "-c", code, *argv, *wrong], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 2 and field in done.stderr
-    assert "ModuleNotFoundError" in run("--image", "examples/ball.png").stderr  # A good one needs them.
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_error():

@@ -10,7 +10,7 @@ from PIL import Image
 
 from actors.batch.lines import RESULTS
 from actors.batch.manifest import read_manifest
-from actors.batch.results import Provenance, Result, Results, settle
+from actors.batch.results import Provenance, settle
 from actors.batch.run import open_batch
 from tests.actors.engines import Engine
 from tests.actors.small_spec import SPEC, SmallSpec
@@ -87,11 +87,11 @@ def test_no_plan_depends_on_texts_or_seed(name):
 
 
 def test_reading_takes_as_long_for_late_lines_as_for_early_ones(tmp_path):
-    """Twelve thousand lines took a minute when every line was compared with all before it; now 0.5 s."""
-    path = write_manifest(tmp_path, ({"id": f"clips/{i // 100}/video-{i}", "seed": i} for i in range(12_000)))
+    """Four thousand lines took seven seconds when every line was compared with all before it; now 0.2 s."""
+    path = write_manifest(tmp_path, ({"id": f"clips/{i // 100}/video-{i}", "seed": i} for i in range(4000)))
     start_s = time.process_time()
-    assert len(read_manifest(path, SPEC).entries) == 12_000
-    assert time.process_time() - start_s < 10
+    assert len(read_manifest(path, SPEC).entries) == 4000
+    assert time.process_time() - start_s < 5
 
 
 def test_a_million_lines_fit_in_memory(tmp_path):
@@ -106,15 +106,6 @@ def test_a_million_lines_fit_in_memory(tmp_path):
     tracemalloc.stop()
     assert len(manifest.entries) == 3000
     assert peak / 3000 < 1500
-
-
-def test_results_are_kept_in_the_manifest_s_order():
-    results = Results(5)
-    for line, status in ((4, "failed"), (1, "done"), (5, "done")):
-        results.add(Result(line=line, id=f"r{line}", status=status, stage_s={"encoder": 0.5}))
-    assert [result.line for result in results] == [1, 4, 5]
-    assert (len(results), results.counts["done"], results[1].status, results[-1].id) == (3, 2, "failed", "r5")
-    assert [json.loads(line)["line"] for line in results.to_bytes().splitlines()] == [1, 4, 5]
 
 
 @pytest.mark.parametrize(

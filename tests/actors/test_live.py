@@ -6,8 +6,6 @@ import time
 
 from actors.observe import console as live
 from actors.observe.console import LiveConsole
-from actors.observe.status_actor import ReportedStatus, RequestStatus
-from actors.pipeline.status import describe_requests
 
 
 def test_lines_come_with_news_and_never_stop(monkeypatch, capsys):
@@ -45,11 +43,3 @@ def test_work_goes_on_when_its_terminal_is_gone(monkeypatch):
         assert console._thread.is_alive()
     with contextlib.suppress(OSError):
         full.close()
-
-
-def test_places_of_requests_fit_on_a_line():
-    seen = ReportedStatus(requests={f"cat-{i}": RequestStatus(0.0, "denoise_low", i, 8) for i in range(1, 9)})
-    seen.requests["late"] = RequestStatus(0.0)
-    assert describe_requests(seen).startswith("cat-1 denoise_low 1/8 · cat-2 denoise_low 2/8 · ")
-    assert describe_requests(seen).endswith(" · 2 more · 1 waiting")
-    assert describe_requests(ReportedStatus()) == ""

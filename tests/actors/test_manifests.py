@@ -20,17 +20,9 @@ IMAGE = ["--image", "registry/wan-tpu:1"]
 MODEL = ["--model_id", "examples/small-wan2.2-i2v"]
 OF_THE_HUB = ["--model_id", "Wan-AI/Wan2.2-I2V-A14B-Diffusers"]
 DATABASE = ["--database", "postgresql://wan@db/jobs"]
-SERVICE = [
-    "--layout",
-    "four-pools",
-    "--service",
-    *OF_THE_HUB,
-    *DATABASE,
-    "--results",
-    "gs://b/r",
-    "--snapshots",
-    "gs://b/s",
-]
+BUCKETS = ["--results", "gs://b/r", "--snapshots", "gs://b/s"]
+SERVICE = ["--layout", "four-pools", "--service", *OF_THE_HUB, *DATABASE, *BUCKETS]
+PUBLIC = ["--hostname", "videos.example.com", "--certificate_map", "certificates"]
 
 
 def print_objects(capsys, *argv):
@@ -66,25 +58,7 @@ def test_figures_are_collected_by_what_there_is(monitor, kinds, capsys):
 
 
 def test_a_service_has_the_arguments_of_serve(capsys):
-    buckets = [
-        "--snapshots",
-        "gs://b/snapshots",
-        "--results",
-        "gs://b/results",
-        *DATABASE,
-    ]
-    arguments = [
-        "--service",
-        "--layout",
-        "four-pools",
-        *OF_THE_HUB,
-        *buckets,
-        "--secret",
-        "database",
-        "--largest",
-        "1280x720x81",
-    ]
-    objects = print_objects(capsys, *arguments)
+    objects = print_objects(capsys, *SERVICE, "--secret", "database", "--largest", "1280x720x81")
     check(objects["RayService"])
     config = yaml.safe_load(objects["RayService"]["spec"]["serveConfigV2"])
     assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
@@ -106,9 +80,7 @@ def test_a_service_has_the_arguments_of_serve(capsys):
 
 
 def test_service_behind_a_load_balancer_has_its_name_and_certificate(capsys):
-    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, *DATABASE, "--results", "gs://b/r"]
-    public = ["--snapshots", "gs://b/s", "--hostname", "videos.example.com", "--certificate_map", "certificates"]
-    objects = print_objects(capsys, *service, *public)
+    objects = print_objects(capsys, *SERVICE, *PUBLIC)
     assert objects["Gateway"]["spec"]["listeners"][0]["hostname"] == "videos.example.com"
     check(objects["RayService"])
     container = objects["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
@@ -119,18 +91,17 @@ def test_service_behind_a_load_balancer_has_its_name_and_certificate(capsys):
 
 
 def test_kustomize_renders_what_is_printed_and_an_overlay_that_stays(tmp_path, capsys):
-    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, *DATABASE, "--results", "gs://b/r"]
-    public = ["--snapshots", "gs://b/s", "--hostname", "videos.example.com", "--certificate_map", "certificates"]
-    assert main(["manifests", *IMAGE, *service, *public]) == 0
+    service = [*SERVICE, *PUBLIC]
+    assert main(["manifests", *IMAGE, *service]) == 0
     expected = index_manifests(capsys.readouterr().out)
-    assert main(["manifests", *IMAGE, *service, *public, "--kustomize", str(tmp_path)]) == 0
+    assert main(["manifests", *IMAGE, *service, "--kustomize", str(tmp_path)]) == 0
     assert "access.yaml" in capsys.readouterr().out
     assert index_manifests(render(tmp_path / "base")) == expected
     production = tmp_path / "overlays" / "production"
     assert index_manifests(render(production)) == expected
     file = production / "kustomization.yaml"
     file.write_text(file.read_text().replace("newTag: '1'", "newTag: '2'"))
-    assert main(["manifests", *IMAGE, *service, *public, "--kustomize", str(tmp_path)]) == 0
+    assert main(["manifests", *IMAGE, *service, "--kustomize", str(tmp_path)]) == 0
     overlaid = index_manifests(render(production))
     assert overlaid != expected
     spec = overlaid["RayService", "wan-tpu"]["spec"]["rayClusterConfig"]
@@ -233,7 +204,7 @@ def test_a_job_drives_its_manifest(capsys):
 
 
 def test_service_s_database_is_reached_through_cloud_sql_s_proxy(capsys):
-    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, "--snapshots", "gs://b/s", "--results", "gs://b/r"]
+    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, *BUCKETS]
     account = ["--account", "wan-tpu@my-videos.iam.gserviceaccount.com", "--cloud_sql", "my-videos:us-east5:wan"]
     objects = print_objects(capsys, *service, *account)
     check(objects["RayService"])
@@ -242,19 +213,6 @@ def test_service_s_database_is_reached_through_cloud_sql_s_proxy(capsys):
     assert (url.username, url.host, url.port, url.database) == ("wan-tpu@my-videos.iam", "127.0.0.1", 5432, "jobs")
     head = objects["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     assert head["initContainers"][0]["args"][-1] == "my-videos:us-east5:wan"
-
-
-def test_database_s_address_may_be_in_the_secret(capsys):
-    """PostgreSQL's own client takes what an address leaves out from PGHOST, PGUSER and PGPASSWORD."""
-    buckets = ["--snapshots", "gs://b/s", "--results", "gs://b/r", "--secret", "wan-database"]
-    service = ["--service", "--layout", "four-pools", *OF_THE_HUB, *buckets, "--database", "postgresql:///jobs"]
-    objects = print_objects(capsys, *service)
-    config = yaml.safe_load(objects["RayService"]["spec"]["serveConfigV2"])
-    address = config["applications"][0]["args"]["arguments"]["database"]
-    url = make_url(address).set(drivername="postgresql+psycopg")
-    assert url.get_dialect()().create_connect_args(url) == ([], {"dbname": "jobs"})
-    container = objects["RayService"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    assert container["envFrom"] == [{"secretRef": {"name": "wan-database"}}]
 
 
 def test_queued_batch_requests_each_slice(capsys):
@@ -301,10 +259,7 @@ def test_node_pools_are_written_without_an_image(tmp_path, capsys):
             "isn't a host name; give one such as videos.example.com",
         ),
         (["--layout", "four-pools", "--hostname", "a.example"], "--hostname has no effect without --service"),
-        (
-            ["--layout", "four-pools", "--armor", "strict"],
-            "--armor has no effect without --hostname",
-        ),
+        (["--layout", "four-pools", "--armor", "strict"], "--armor has no effect without --hostname"),
         (["--layout", "four-pools", "--service", "--hostname", "a.example"], "--certificate_map is missing"),
         (
             ["--layout", "four-pools", "--service", *OF_THE_HUB, "--capacity", "queued"],

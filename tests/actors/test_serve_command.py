@@ -60,9 +60,6 @@ def test_a_public_address_needs_a_key(tmp_path):
         (["--limit", "bodys=3"], "there is no limit 'bodys'"),
         (["--limit", "bodies=many"], "such as bodies=32"),
         (["--limit", "bodies=0"], "above 0"),
-        (["--timeout", "jion=1200"], "there is no time-out 'jion' (did you mean join?)"),
-        (["--timeout", "join=20m"], "give a number of seconds, such as join=1200"),
-        (["--timeout", "join=0"], "give a number of seconds above 0"),
         (["--download_s", "0"], "--download_s is 0"),
         (["--keep_days", "inf"], "--keep_days is inf"),
         (["--largest", "1280x720"], "WIDTHxHEIGHTxFRAMES"),
@@ -92,40 +89,12 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
     file = tmp_path / "config.yaml"
     model = str(checkpoint("wan2.2-i2v-a14b"))
     options = ["--layout", LAYOUT, "--model_id", model, "--snapshots", "gs://bucket/snapshots"]
-    options += [
-        "--database",
-        "postgresql://user@db/jobs",
-        "--results",
-        "gs://bucket/results",
-        "--largest",
-        "1280x720x81",
-    ]
-    options += [
-        "--largest",
-        "832x480x121",
-        "--queue_limit",
-        "50",
-        "--ingresses",
-        "2",
-        "--limit",
-        "bodies=5",
-        "--alias",
-        "sora-2",
-        "--timeout",
-        "join=1200",
-        "--timeout",
-        "heartbeat=60",
-        "--timeout",
-        "chips=900",
-        "--timeout",
-        "lease=60",
-        "--attempts",
-        "stage=8",
-        "--attempts",
-        "worker=4",
-        "--warm_up",
-        "1280x720x81",
-    ]
+    options += shlex.split(
+        "--database postgresql://user@db/jobs --results gs://bucket/results --largest 1280x720x81 "
+        "--largest 832x480x121 --queue_limit 50 --ingresses 2 --limit bodies=5 --alias sora-2 --timeout join=1200 "
+        "--timeout heartbeat=60 --timeout chips=900 --timeout lease=60 --attempts stage=8 --attempts worker=4 "
+        "--warm_up 1280x720x81"
+    )
     assert main(["serve", *options, "--write_config", str(file)]) == 0
     output = capsys.readouterr().out
     assert "serve deploy" in output and "0.0.0.0:8000" in output and "won't call webhooks" in output
@@ -133,14 +102,7 @@ def test_a_config_says_what_the_command_line_says(tmp_path, capsys, checkpoint):
     ServeDeploySchema.model_validate(content)
     assert content["http_options"] == {"host": "0.0.0.0", "port": 8000}
     names = [app["name"] for app in content["applications"]]
-    assert names == [
-        "wan-tpu-encoder",
-        "wan-tpu-high",
-        "wan-tpu-low",
-        "wan-tpu-decoder",
-        "wan-tpu-worker",
-        "wan-tpu-http",
-    ]
+    assert names == [f"wan-tpu-{part}" for part in ("encoder", "high", "low", "decoder", "worker", "http")]
     assert [app["route_prefix"] for app in content["applications"]] == [None] * 5 + ["/"]
     for app in content["applications"]:
         assert app["import_path"].startswith("actors.commands.serve_config:")

@@ -44,13 +44,14 @@ def test_status_is_there_though_its_actor_is_silent():
 
 def test_many_replicas_and_requests_are_counted():
     replicas = {f"all/{i:03}": ReplicaStatus("all", "", "idle", "", (), time.time()) for i in range(250)}
-    requests = {f"cat-{i}": RequestStatus(time.time(), "denoise") for i in range(50)}
+    requests = {f"cat-{i}": RequestStatus(time.time(), "denoise", 1, 8) for i in range(50)}
     seen = ReportedStatus(replicas=replicas, requests=requests, unlisted={"denoise": 7, "waiting": 1000})
     status = build_status(SPEC, seen, [], set(replicas))
     assert (status.under_way, status.waiting, status.pools[0].queue) == (57, 1000, 57)
     text = format_status(status)
     assert len(text.splitlines()) < 2 * MAX_SHOWN + 10
     assert "    and 230 idle" in text and "57 under way, 1000 waiting" in text
+    assert describe_requests(seen).startswith("cat-0 denoise 1/8 · cat-1 denoise 1/8 · ")
     assert describe_requests(seen).endswith(" · 51 more · 1000 waiting")
 
 

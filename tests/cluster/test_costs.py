@@ -126,24 +126,13 @@ def test_a_price_that_is_not_known_is_refused(kind, capacity, region, message, a
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("chips: {}", "date"),
-        (TEXT.replace("2.0", "-2.0"), r"here.*-2\.0"),
-        ("{", "YAML"),
-    ],
+    ("text", "message"), [("chips: {}", "date"), (TEXT.replace("2.0", "-2.0"), r"here.*-2\.0"), ("{", "YAML")]
 )
 def test_a_table_that_is_wrong_is_refused(text, message, tmp_path):
     path = tmp_path / "prices.yaml"
     path.write_text(text)
     with pytest.raises(PriceError, match=message):
         Prices.load(path)
-
-
-def test_the_shipped_table_has_what_the_docs_say():
-    prices = Prices.load()
-    assert prices.slice_hour(SliceSpec("v6e-8"), "on-demand") == pytest.approx(21.6)
-    assert prices.chip_hour(SliceSpec("v5p-8"), "spot") == 0.78
 
 
 def test_what_is_printed_can_be_read(assumptions, tmp_path):

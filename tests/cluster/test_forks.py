@@ -14,7 +14,7 @@ from cluster.emulation.cluster import EmulatedCluster
 from tests.conftest import ROOT
 from tests.waiting import SECONDS
 
-pytestmark = pytest.mark.thorough  # Users have no forks; the tests' own clusters have.
+pytestmark = pytest.mark.thorough  # All other tests on emulated clusters use forks, too.
 
 WORKERS = textwrap.dedent(
     """

@@ -1,22 +1,17 @@
 """What Kubernetes is given: against KubeRay's own schemas, and through Ray's own autoscaler, from no TPU to all."""
 
 import dataclasses
-import math
 import threading
 
-import jsonschema
 import pytest
-import yaml
 from ray._raylet import GcsClient
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
-from ray.autoscaler.v2.utils import ResourceRequestUtil
-from ray.core.generated.common_pb2 import LABEL_OPERATOR_NOT_IN
 
 from cluster.errors import LayoutError, SliceStartTimeout
-from cluster.gang.placement import reserve, select_off_hosts
+from cluster.gang.placement import reserve
 from cluster.layout import Layout, list_shipped
 from cluster.provision import kubernetes
 from cluster.provision.pods import CPU_GROUP
@@ -60,14 +55,6 @@ def test_what_waits_in_a_queue_has_a_size_that_kueue_can_admit():
     assert "enableInTreeAutoscaling" not in manifest["spec"]
     for group in manifest["spec"]["workerGroupSpecs"]:
         assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] > 0
-
-
-@pytest.mark.parametrize(("path", "wrong"), [("numOfHost", 2), ("numOfHosts", "2"), ("labels", {"a": 1})])
-def test_a_field_that_is_wrong_is_noticed(path, wrong):
-    manifest = kubernetes.build_cluster(Layout.load(REAL[0]), TARGET)
-    manifest["spec"]["workerGroupSpecs"][1][path] = wrong
-    with pytest.raises(jsonschema.ValidationError):
-        check(manifest)
 
 
 def node_types(layout, target):
@@ -118,12 +105,6 @@ def waiting(cluster):
         thread.join()
 
 
-@pytest.mark.parametrize("kind", MISSING, ids=str)
-def test_a_slice_that_is_waited_for_is_launched_whole(waiting, kind):
-    counts, infeasible = choose_launches(Layout.parse(KINDS, "kinds"), gang_resource_requests=[waiting[kind.pod_type]])
-    assert (counts, infeasible) == ({CPU_GROUP: 1, kind.pod_type: kind.hosts}, [])
-
-
 def test_slices_that_are_waited_for_at_once_are_all_launched(waiting):
     counts, infeasible = choose_launches(Layout.parse(KINDS, "kinds"), gang_resource_requests=list(waiting.values()))
     assert (counts, infeasible) == ({CPU_GROUP: 1} | {kind.pod_type: kind.hosts for kind in MISSING}, [])
@@ -146,16 +127,6 @@ def test_groups_have_what_their_pools_may_have():
         assert name == CPU_GROUP or kind.resources["TPU"] in (1, 4, 8)
 
 
-def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
-    """Sixty leaders are placed as `select_off_hosts` places them beside TPU hosts."""
-    [(label, operands)] = select_off_hosts().items()
-    elsewhere = [(label, LABEL_OPERATOR_NOT_IN, operands.removeprefix("!in(").removesuffix(")").split(","))]
-    request = ResourceRequestUtil.make({"CPU": 0.1}, label_selectors=[elsewhere])
-    by_count = ResourceRequestUtil.group_by_count([request] * 60)
-    counts, infeasible = choose_launches(Layout.parse(KINDS, "kinds"), resource_requests=by_count)
-    assert (counts, infeasible) == ({CPU_GROUP: math.ceil(60 / 40)}, [])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -166,15 +137,3 @@ def test_nothing_of_a_tpu_is_launched_for_leaders(cluster):
 def test_a_layout_that_gke_can_not_have_is_refused(text, message):
     with pytest.raises(LayoutError, match=message):
         kubernetes.build_cluster(Layout.parse(text, "mine.yaml"), TARGET)
-
-
-def test_the_text_is_yaml_and_always_the_same():
-    layout = Layout.load(REAL[0])
-    objects = {
-        "one\nmore": kubernetes.build_cluster(layout, TARGET),
-        "two": kubernetes.build_job(layout, TARGET, "drive"),
-    }
-    text = kubernetes.format_yaml(objects)
-    assert text == kubernetes.format_yaml(objects)
-    assert list(yaml.safe_load_all(text)) == list(objects.values())
-    assert text.startswith("# one\n# more\napiVersion: ray.io/v1\n") and "---\n# two\n" in text

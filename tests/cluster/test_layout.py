@@ -91,19 +91,6 @@ def test_an_optional_stage_may_be_left_out_and_has_its_place():
         hosting.check_stages(["encoder", "denoise_ref", "denoise", "decoder"][::-1], ["denoise_ref"])
 
 
-def test_shipped_layouts_are_as_their_comments_say():
-    demo = Layout.load("emulated-demo.yaml")
-    assert [pool.slice.hosts for pool in demo.pools] == [1, 1, 2, 1]
-    assert [s.name for s in list_emulated_slices(demo)] == ["v6e-4-0", "v6e-4-1", "v6e-4-2", "v5p-16-0"]
-    assert [pool.slice.hosts for pool in Layout.load("emulated-one-expert").pools] == [1, 2, 1]
-    assert [pool.replicas.minimum for pool in Layout.load("a14b-balanced-v6e").pools] == [1, 3, 5]
-    assert Layout.load("one-expert-v6e").find_pool("denoise").replicas == Replicas(1, 8)
-    assert [(str(pool.slice), len(pool.stages)) for pool in Layout.load("ltx-2.3-v6e").pools] == [
-        ("v6e-4", 1),
-        ("v6e-8", 3),
-    ]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -117,31 +104,13 @@ def test_shipped_layouts_are_as_their_comments_say():
         (GOOD | {"pols": {}}, "'pols'.*pools.*emulate"),
         ({"pools": {"a b": {}}}, "pools.*name.*'a b'"),
         ("pools:\n  a: {}\n  a: {}", "'a'"),
-        (
-            change_pool("encoder-decoder", stage=["encoder"]),
-            "pools.*encoder-decoder.*'stage'.*stages",
-        ),
-        (
-            change_pool("encoder-decoder", stages="encoder"),
-            "pools.*encoder-decoder.*stages.*'encoder'",
-        ),
+        (change_pool("encoder-decoder", stage=["encoder"]), "pools.*encoder-decoder.*'stage'.*stages"),
+        (change_pool("encoder-decoder", stages="encoder"), "pools.*encoder-decoder.*stages.*'encoder'"),
         (change_pool("encoder-decoder", stages=[]), r"pools.*encoder-decoder.*stages.*\[\]"),
-        (
-            change_pool("encoder-decoder", stages=["encoder", "denoise_low"]),
-            "stage denoise_low.*encoder-decoder",
-        ),
-        (
-            change_pool("encoder-decoder", stages=["encoder", "encoder"]),
-            "encoder-decoder.*stage encoder",
-        ),
-        (
-            change_pool("encoder-decoder", slice="v6e-6"),
-            "pools.*encoder-decoder.*slice.*v6e-6.*v6e-8",
-        ),
-        (
-            change_pool("encoder-decoder", slice=None),
-            "pools.*encoder-decoder.*slice.*None",
-        ),
+        (change_pool("encoder-decoder", stages=["encoder", "denoise_low"]), "stage denoise_low.*encoder-decoder"),
+        (change_pool("encoder-decoder", stages=["encoder", "encoder"]), "encoder-decoder.*stage encoder"),
+        (change_pool("encoder-decoder", slice="v6e-6"), "pools.*encoder-decoder.*slice.*v6e-6.*v6e-8"),
+        (change_pool("encoder-decoder", slice=None), "pools.*encoder-decoder.*slice.*None"),
         (change_pool("encoder-decoder", replicas=0), r"pools.*encoder-decoder.*replicas.*min.*\b0\b.*1000"),
         (change_pool("encoder-decoder", replicas=1001), "replicas.*min.*1001.*1000"),
         (change_pool("encoder-decoder", replicas=True), "replicas.*min.*True.*1000"),
@@ -150,26 +119,14 @@ def test_shipped_layouts_are_as_their_comments_say():
             change_pool("encoder-decoder", replicas={"min": 3, "max": 2}),
             r"pools.*encoder-decoder.*replicas.*min.*\b3\b.*max.*\b2\b",
         ),
-        (
-            change_pool("encoder-decoder", replicas={"mi": 3}),
-            "replicas.*'mi'.*{min: 1, max",
-        ),
-        (
-            change_pool("experts", mesh={"dp": 3}),
-            r"mesh dp 3\b.*\b3\b.*v6e-8.*\b8\b.*\b8\b",
-        ),
-        (
-            change_pool("experts", mesh={"dp": 1, "sp": 1, "tp": 4}),
-            r"mesh dp 1\b.*sp 1\b.*tp 4\b.*\b4\b.*v6e-8.*\b8\b",
-        ),
+        (change_pool("encoder-decoder", replicas={"mi": 3}), "replicas.*'mi'.*{min: 1, max"),
+        (change_pool("experts", mesh={"dp": 3}), r"mesh dp 3\b.*\b3\b.*v6e-8.*\b8\b.*\b8\b"),
+        (change_pool("experts", mesh={"dp": 1, "sp": 1, "tp": 4}), r"mesh dp 1\b.*sp 1\b.*tp 4\b.*\b4\b.*v6e-8.*\b8\b"),
         (change_pool("experts", mesh={"pp": 2}), r"pools.*experts.*mesh.*pp.*\b2\b.*dp.*sp.*tp"),
         (change_pool("experts", batch=2), "pools.*experts.*'batch'"),
         (GOOD | {"emulate": {"devices_per_host": 0}}, r"emulate.*devices_per_host.*\b0\b.*1000"),
         (GOOD | {"emulate": {"devices": 1}}, "emulate.*'devices'.*devices_per_host"),
-        (
-            GOOD | {"emulate": {}},
-            r"mesh dp 2\b.*tp 4\b.*\b8\b.*v6e-8.*\b1\b.*\(8\b",
-        ),
+        (GOOD | {"emulate": {}}, r"mesh dp 2\b.*tp 4\b.*\b8\b.*v6e-8.*\b1\b.*\(8\b"),
     ],
 )
 def test_wrong_layout_is_refused_with_the_remedy(content, message):

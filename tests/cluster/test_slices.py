@@ -14,7 +14,6 @@ from cluster.inventory import list_slices
 from cluster.slice_spec import SliceSpec
 from tests.cluster.conftest import ONE_HOST, TWO_HOSTS
 from tests.cluster.host_classes import SmallHost, Unbuildable
-from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -110,28 +109,6 @@ def test_a_host_that_cannot_be_built_leaves_nothing(cluster):
     with pytest.raises(CallFailed, match=r"build .*RuntimeError\('no weights here'\)"):
         Slice(ONE_HOST, Unbuildable, name="encoder/0")
     assert not {s.holder for s in list_slices() if s.pod_type == "v6e-1"} - {None}
-
-
-def test_a_start_that_takes_too_long_says_in_which_phase(cluster):
-    with pytest.raises(SliceStartTimeout, match=r"encoder/0: build .*0\.5 s.*host 0 of 1"):
-        Slice(ONE_HOST, SlowToBuild, name="encoder/0", timeouts=Timeouts(build_s=0.5))
-
-
-class SlowToBuild:
-    def __init__(self) -> None:
-        time.sleep(60)
-
-
-@pytest.mark.thorough
-def test_ten_starts_and_stops_leave_nothing(cluster):
-    pids = []
-    for _ in range(10):
-        with Slice(ONE_HOST, SmallHost, name="encoder/0") as running:
-            pids += running.pids
-            running.call("count")
-    assert len(set(pids)) == 10
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes")
-    wait_for(lambda: ray.available_resources().get("TPU", 0) >= 2, "all chips")
 
 
 def test_a_closed_slice_says_so(cluster):

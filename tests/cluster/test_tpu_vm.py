@@ -45,10 +45,7 @@ def test_scripts_of_every_layout_are_shell(name, tmp_path, capsys):
     [
         ("{pools: {a: {stages: [x], slice: v7x-4}}}", "v7x-4.*v5e.*v5p.*v6e.*GKE"),
         ("{pools: {a: {stages: [x], slice: v6e-8}}, emulate: {devices_per_host: 1}}", "emulate"),
-        (
-            "{pools: {ends_1: {stages: [x], slice: v6e-8}, Ends-1: {stages: [y], slice: v6e-8}}}",
-            "pools ends_1.*Ends-1",
-        ),
+        ("{pools: {ends_1: {stages: [x], slice: v6e-8}, Ends-1: {stages: [y], slice: v6e-8}}}", "pools ends_1.*Ends-1"),
     ],
 )
 def test_what_is_not_to_be_had_is_refused(text, message):
@@ -57,12 +54,7 @@ def test_what_is_not_to_be_had_is_refused(text, message):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--name=my wan", "'my wan'"),
-        ("--image=a; b", "a; b"),
-        ("--account=$(id)", "$(id)"),
-    ],
+    ("option", "message"), [("--name=my wan", "'my wan'"), ("--image=a; b", "a; b"), ("--account=$(id)", "$(id)")]
 )
 def test_names_that_a_shell_would_take_apart_are_refused(option, message, tmp_path, capsys):
     arguments = ["--layout", "four-pools", "--image", "i", "--project", "p", "--zone", "z", "--account", "a@b", option]

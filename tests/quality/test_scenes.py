@@ -3,13 +3,6 @@ import numpy as np
 from scripts.demo_model.scenes import KINDS, caption, draw_scene, first_frame, opposite, render
 
 
-def test_a_scene_is_the_same_on_every_call_and_differs_by_index():
-    scene, again = (draw_scene(5, 3, held_out=False) for _ in range(2))
-    assert scene == again
-    assert np.array_equal(render(scene), render(again))
-    assert scene != draw_scene(5, 4, held_out=False)
-
-
 def test_no_combination_is_in_both_sets():
     def combinations(*, held_out):
         scenes = [draw_scene(0, i, held_out=held_out) for i in range(600)]

@@ -55,13 +55,11 @@ DAMAGES = {
     "noise": (lambda clip: np.random.default_rng(0).random(clip.shape, np.float32), SUB_SCORES),
     "static": (lambda clip: np.repeat(clip[:1], len(clip), 0), ("direction", "kind", "speed")),
     "twice as fast": (lambda clip: clip[np.minimum(2 * np.arange(len(clip)), len(clip) - 1)], ("speed",)),
-    "half as fast": (lambda clip: clip[np.arange(len(clip)) // 2], ("speed",)),
     "other colours from the second frame": (
         lambda clip: np.concatenate([clip[:1], clip[1:][..., [1, 2, 0]]]),
         ("colour", "steady"),
     ),
     "drifts sideways": (lambda clip: np.stack([np.roll(f, i, 1) for i, f in enumerate(clip)]), ("steady",)),
-    "drifts up": (lambda clip: np.stack([np.roll(f, -i // 2, 0) for i, f in enumerate(clip)]), ("steady",)),
     "fades": (lambda clip: clip * np.linspace(1, 0.5, len(clip), dtype=np.float32)[:, None, None, None], ("steady",)),
     "another first frame": (lambda clip: np.concatenate([1 - clip[:1], clip[1:]]), ("first_frame",)),
 }

@@ -50,7 +50,8 @@ def draw_inputs(config, *, known, cross_timestep=True):
     names = {"frames": "video", "sounds": "audio"}
     own = {f"{names[part]} times": values for part, values in times.items()}
     if not cross_timestep:
-        own |= {f"cross_{names[part]} times": values for part, values in times.items()}
+        patterns = "cross_{} times", "{}_gate times"
+        own |= {pattern.format(names[part]): values for part, values in times.items() for pattern in patterns}
     return (
         marker
         | own

@@ -61,14 +61,6 @@ def test_openai_s_client_gets_lists_and_deletes_a_video(online, video, undisturb
             client.videos.retrieve(video.id)
 
 
-def test_impossible_request_is_refused_at_once(online):
-    with online.client() as client:
-        with pytest.raises(openai.BadRequestError, match="image"):
-            client.videos.create(**ASKED)
-        with pytest.raises(openai.BadRequestError, match=r"64x64.* 17 "):
-            create(client, 4, frames=33)
-
-
 @pytest.mark.parametrize(("host", "other_port"), [("127.0.0.2", False), ("127.0.0.1", True)])
 def test_another_address_than_the_proxy_s_is_refused_at_once(online, host, other_port):
     port = online.port

@@ -25,9 +25,8 @@ from jax.sharding import PartitionSpec as P
 from actors.slices.payloads import pack, unpack
 from actors.slices.prepared import OutOfOrder
 from actors.slices.stage_host import StageHost
-from tests.actors.slices.image_request import image_request
 from tests.wan_tpu import adapter_files
-from wan_tpu import InvalidRequest, MeshError, OutputError, UnhealthyResult
+from wan_tpu import GenerationRequest, InvalidRequest, MeshError, OutputError, UnhealthyResult
 from wan_tpu.data import DenoiseState, Video
 from wan_tpu.errors import Unavailable
 from wan_tpu.families.shared.tokens import half_split
@@ -58,7 +57,18 @@ if hosts > 1:
 assert len(jax.devices()) == 4
 
 ALL = ("encoder", "denoise_high", "denoise_low", "decoder")
-request = image_request(image)
+request = GenerationRequest(
+    prompt="A cat looks into the camera",
+    negative_prompt="ugly",
+    image=image,
+    height=64,
+    width=96,
+    frames=9,
+    steps=4,
+    guidance_scale=3.5,
+    guidance_scale_2=2.5,
+    shift=5.0,
+)
 
 
 def share_payload(name, payload):

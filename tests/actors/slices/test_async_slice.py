@@ -29,15 +29,3 @@ def test_call_runs_to_its_end_however_often_it_is_cancelled():
         assert done
 
     asyncio.run(run())
-
-
-def test_result_or_error_of_a_call_comes_through():
-    async def fails():
-        raise ValueError("no")
-
-    async def run():
-        assert await wait_despite_cancellation(asyncio.sleep(0, "yes")) == "yes"
-        with pytest.raises(ValueError, match="no"):
-            await wait_despite_cancellation(fails())
-
-    asyncio.run(run())

@@ -8,19 +8,12 @@ import numpy as np
 import pytest
 
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.pools import deploy, shut_down
-from actors.pipeline_spec import PipelineSettings, PipelineSpec
-from cluster.connect import connect, leave
-from cluster.layout import Layout
 from tests.actors.on_slices.running import in_one_process
 from tests.waiting import SECONDS
 from wan_tpu import GenerationRequest, Video
-from wan_tpu.families import open_spec
 from wan_tpu.media.fragments import FRAGMENT_FRAMES
 
-LAYOUT = """
-emulate: {devices_per_host: 1}
-pools:
+POOLS = """
   encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   denoise: {stages: [denoise], slice: v6e-1}
 """
@@ -32,16 +25,10 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture
-def spec(three_slices, checkpoint, tmp_path):
+def spec(deployed, checkpoint):
     """A pipeline that runs."""
-    folder = str(checkpoint(KIND))
-    settings = PipelineSettings(folder, str(tmp_path / "snapshots"), dtype="float32", name=KIND, snapshot_every=2)
-    spec = PipelineSpec(Layout.parse(LAYOUT, "the test's layout"), settings, open_spec(folder), lasting=True)
-    connect(three_slices.address)
-    deploy(spec)
-    yield spec
-    shut_down(settings.name)
-    leave()
+    with deployed(checkpoint(KIND), POOLS, name=KIND, snapshot_every=2) as spec:
+        yield spec
 
 
 def test_chunks_are_streamed_while_others_are_denoised(spec, tmp_path):

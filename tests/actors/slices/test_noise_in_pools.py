@@ -9,28 +9,20 @@ import pytest
 import torch
 
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.pools import deploy, shut_down
-from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.slices.payloads import pack
 from actors.slices.prepared import MAX_NOISES, Decoding
 from actors.slices.stage_host import StageHost
-from cluster.connect import connect, leave
-from cluster.layout import Layout
 from tests.actors.on_slices.running import in_one_process
 from tests.waiting import SECONDS
 from wan_tpu import DenoiseState, GenerationRequest
-from wan_tpu.families import open_spec
 from wan_tpu.families.ltx2 import model
 from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.plan import DECODER
 
-LAYOUT = """
-emulate: {devices_per_host: 1}
-pools:
+POOLS = """
   decoder: {stages: [encoder, decoder], slice: v6e-1}
   denoise: {stages: [denoise, refine], slice: v6e-1}
 """
-NAME = "decoder-noise"
 # So many steps that the decoder's slice is met in the middle.
 SIGMAS = tuple(np.linspace(1, 0.02, 150).round(4).tolist())
 REQUEST = GenerationRequest(
@@ -46,16 +38,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def spec(three_slices, folder, tmp_path_factory):
+def spec(deployed, folder):
     """A pipeline that runs."""
-    snapshots = str(tmp_path_factory.mktemp("snapshots"))
-    settings = PipelineSettings(str(folder), snapshots, dtype="float32", name=NAME, warm_up=(REQUEST,))
-    spec = PipelineSpec(Layout.parse(LAYOUT, "the test's layout"), settings, open_spec(str(folder)), lasting=True)
-    connect(three_slices.address)
-    deploy(spec)
-    yield spec
-    shut_down(NAME)
-    leave()
+    with deployed(folder, POOLS, name="decoder-noise", warm_up=(REQUEST,)) as spec:
+        yield spec
 
 
 async def wait_for_keys(driver, is_right):
@@ -95,23 +81,6 @@ def test_noise_is_held_before_the_latents_are_there_and_videos_are_those_of_one_
     names = ("mp4_alone", "mp4_alone_1", "mp4_alone_2")
     assert [video.mp4 for video in videos] == [alone[name].tobytes() for name in names]
     assert len({video.mp4 for video in videos}) == 3
-
-
-@pytest.mark.thorough
-def test_cancelled_request_leaves_no_noise(spec):
-    async def cancel():
-        driver = PipelineDriver(spec)
-        try:
-            making = asyncio.create_task(driver.generate(spec.model.plan(REQUEST), id="cancelled"))
-            await wait_for_keys(driver, lambda keys: any(key.startswith("cancelled ") for key in keys))
-            making.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await making
-            await wait_for_keys(driver, lambda keys: not keys)
-        finally:
-            driver.close()
-
-    asyncio.run(cancel())
 
 
 def test_noise_of_so_many_requests_is_held_and_others_is_drawn_with_the_latents(folder, monkeypatch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +16,6 @@ from tests.waiting import wait_for
 from wan_tpu.data import DenoiseState, ImageCondition
 
 RNG = np.random.default_rng(0)
-MEGABYTES = 64
 
 
 @pytest.fixture(scope="module")
@@ -93,28 +91,6 @@ def test_the_size_and_the_step_are_known_without_looking_inside():
 def test_anything_else_is_refused(wrong):
     with pytest.raises(TypeError):
         unpack(wrong)
-
-
-@pytest.mark.long
-def test_bfloat16_as_uint16_is_faster_than_by_itself(store):
-    """64 MB put and read once: the point of the view. Measured: 20 to 30 ms against 100 to 200 ms."""
-    values = array(MEGABYTES << 19, dtype=ml_dtypes.bfloat16)
-
-    def seconds(content, read):
-        start = time.perf_counter()
-        reference = ray.put(content)
-        put = time.perf_counter()
-        read(ray.get(reference))
-        return put - start, time.perf_counter() - put
-
-    packed = pack(TextEmbedding({"text": values}))
-    for _ in range(2):  # the first round touches the store's pages
-        tagged = seconds(packed, lambda payload: unpack(payload).values["text"])
-        naive = seconds(values, lambda value: value)
-    print(f"{MEGABYTES} MB: put {tagged[0] * 1e3:.1f}, get {tagged[1] * 1e3:.2f} ms; ", end="")
-    print(f"bfloat16 itself: put {naive[0] * 1e3:.1f}, get {naive[1] * 1e3:.1f} ms")
-    assert tagged[1] < naive[1] / 4
-    assert sum(tagged) < sum(naive)
 
 
 @pytest.mark.long

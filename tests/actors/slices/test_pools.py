@@ -10,19 +10,12 @@ import dataclasses
 import pytest
 
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.pools import deploy, shut_down
-from actors.pipeline_spec import PipelineSettings, PipelineSpec
-from cluster.connect import connect, leave
-from cluster.layout import Layout
 from tests.actors.on_slices.running import in_one_process
 from tests.conftest import PHOTO
 from tests.waiting import SECONDS
 from wan_tpu import GenerationRequest
-from wan_tpu.families import open_spec
 
-LAYOUT = """
-emulate: {devices_per_host: 1}
-pools:
+POOLS = """
   encoder-decoder: {stages: [encoder, decoder], slice: v6e-1}
   experts: {stages: [denoise], slice: v6e-1}
 """
@@ -34,16 +27,10 @@ pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
-def spec(three_slices, checkpoint, tmp_path_factory):
+def spec(deployed, checkpoint):
     """A pipeline that runs."""
-    folder = str(checkpoint(KIND))
-    settings = PipelineSettings(folder, str(tmp_path_factory.mktemp("snapshots")), dtype="float32", name=KIND)
-    spec = PipelineSpec(Layout.parse(LAYOUT, "the test's layout"), settings, open_spec(folder), lasting=True)
-    connect(three_slices.address)
-    deploy(spec)
-    yield spec
-    shut_down(settings.name)
-    leave()
+    with deployed(checkpoint(KIND), POOLS, name=KIND) as spec:
+        yield spec
 
 
 def run(spec, *requests):

@@ -148,11 +148,7 @@ def test_first_span_of_a_call_says_why_its_slice_was_chosen(spans_of, slices_of,
     [
         ([(False, 3, True)], 0, "the only replica that answered"),
         ([(False, 0, True), (False, 2, False), (False, 5, True)], 0, "0 calls, others 2 to 5; lacks the program"),
-        (
-            [(False, 4, False), (False, 4, True)],
-            1,
-            "4 calls, others 4; lacks the program; 1 ranked before it was full",
-        ),
+        ([(False, 4, False), (False, 4, True)], 1, "4 calls, others 4; lacks the program; 1 ranked before it was full"),
         (
             [(False, 7, False), (True, 0, False)],
             0,

@@ -162,15 +162,6 @@ def test_name_has_a_video_s_content_and_not_which_frames_are_written():
     assert name_of("cat", plain, "model") == name_of("cat", dataclasses.replace(plain, hidden_frames=1), "model")
 
 
-def test_name_changes_when_an_adapter_in_a_bucket_is_replaced(gcs, gcs_prefix):
-    gcs.write("style/a.safetensors", b"first")
-    request = GenerationRequest(prompt="a", loras=[f"{gcs_prefix}/style/a.safetensors"])
-    first = name_with(request)
-    assert name_with(request) == first
-    gcs.write("style/a.safetensors", b"other")
-    assert name_with(request) != first
-
-
 def test_name_of_a_request_whose_adapter_can_t_be_reached_has_its_path_alone(monkeypatch, caplog):
     monkeypatch.setattr(base, "OUTAGE_S", 0.1)
     with socket.socket() as bound:

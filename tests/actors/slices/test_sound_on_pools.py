@@ -10,23 +10,16 @@ from actors.batch.manifest import read_manifest
 from actors.batch.one_process import OneProcessEngine
 from actors.batch.run import open_batch
 from actors.pipeline.driver import PipelineDriver
-from actors.pipeline.pools import deploy, shut_down
-from actors.pipeline_spec import PipelineSettings, PipelineSpec
-from cluster.connect import connect, leave
-from cluster.layout import Layout
 from scripts.published.ltx_rules import make_adapter
 from tests.actors.api.test_sound import streams
 from tests.actors.on_slices.running import in_one_process
 from tests.conftest import PHOTO
 from wan_tpu import GenerationRequest
 from wan_tpu.aot.programs import RANK
-from wan_tpu.families import open_spec
 from wan_tpu.families.ltx2.published import TWO_STAGES
 from wan_tpu.storage.opening import open_storage
 
-LAYOUT = """
-emulate: {{devices_per_host: 1}}
-pools:
+POOLS = """
   text: {{stages: [encoder], slice: v6e-1}}
   transformer: {{stages: [{denoise}], slice: v6e-1}}
   decoder: {{stages: [decoder], slice: v6e-1}}
@@ -58,22 +51,16 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module", params=REQUESTS)
-def running(request, three_slices, checkpoint, tmp_path_factory):
+def running(request, deployed, checkpoint, tmp_path_factory):
     """A pipeline that runs, and requests for it."""
-    folder, requests = str(checkpoint(request.param)), REQUESTS[request.param]
-    snapshots, model = str(tmp_path_factory.mktemp("snapshots")), open_spec(folder)
+    folder, requests = checkpoint(request.param), REQUESTS[request.param]
     if request.param == "ltx-2.5":
-        adapter = make_adapter(Path(folder), tmp_path_factory.mktemp("adapter") / "distilled.safetensors", rank=RANK)
+        adapter = make_adapter(folder, tmp_path_factory.mktemp("adapter") / "distilled.safetensors", rank=RANK)
         requests = tuple(dataclasses.replace(each, loras=[f"{adapter}@refine"]) for each in requests)
     plain = requests[2:3] or requests[-1:]
-    settings = PipelineSettings(folder, snapshots, dtype="float32", name=request.param, warm_up=plain)
-    layout = Layout.parse(LAYOUT.format(denoise=DENOISE[request.param]), "the test's layout")
-    spec = PipelineSpec(layout, settings, model, lasting=True)
-    connect(three_slices.address)
-    deploy(spec)
-    yield spec, requests
-    shut_down(settings.name)
-    leave()
+    pools = POOLS.format(denoise=DENOISE[request.param])
+    with deployed(folder, pools, name=request.param, warm_up=plain) as spec:
+        yield spec, requests
 
 
 def write_manifest(path, requests):

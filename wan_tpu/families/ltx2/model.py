@@ -296,7 +296,8 @@ class Ltx2Model(Model):
         """Return the rotary tables of the request's tokens, whose positions are seconds and pixels.
 
         With them come the part of a step's noise that an image's tokens count with when guidance is rescaled, float32
-        [], and whether the first latent frame is marked.
+        [], whether the first latent frame is marked, and whether tokens attend to the other stream by their own
+        timesteps.
         """
         _, count, _ = self.spec.audio_shape(request)
         frames, height, width = latent_shape[2:]
@@ -308,6 +309,8 @@ class Ltx2Model(Model):
             # Lightricks always marks the first latent frame: ltx_core/tools.py of github.com/Lightricks/LTX-2 at
             # 400fd310. diffusers' pipelines for text and images don't.
             rules[_MARKER] = np.array(0.0 if follows_diffusers else 1.0, np.float32)
+        if is_25(self.config):
+            rules[_OWN_TIMES] = np.array(0.0 if follows_diffusers else 1.0, np.float32)
         return rules | {f"{_ROPE}{name}": table for name, table in tables.items()}
 
     def variant(self, request: ResolvedRequest) -> dict[str, Any]:
@@ -350,6 +353,13 @@ class Ltx2Model(Model):
         times, audio_times = of_video.choose_times(time), of_audio.choose_times(time)
         # The sound's text is that of a sound without noise if all of it is given.
         audio_time = audio_times if len(audio_times) == 1 else time[None]
+        # Each stream attends to the other one by that one's timestep: ltx_core/model/transformer/transformer_args.py of
+        # ltx-core 1.0.0, and `use_cross_timestep` of diffusers. In 1.2.0, only what it takes has that timestep.
+        cross_video, cross_audio = gates = audio_time, time[None]
+        if (by_own := keys.get(_OWN_TIMES)) is not None:
+            cross_video, cross_audio = (
+                jnp.where(by_own > 0, own, other) for own, other in zip((times, audio_times), gates, strict=True)
+            )
         videos, audios = transformer.predict(
             module,
             params,
@@ -357,9 +367,7 @@ class Ltx2Model(Model):
             seen.astype(dtype),
             heard[0].astype(dtype),
             transformer.Conditions(
-                # Each stream attends to the other one by that one's timestep: ltx_core/model/transformer/
-                # transformer_args.py of ltx-core 1.0.0, and `use_cross_timestep` of diffusers.
-                Times(times, audio_times, audio_time, time[None], time[None], audio_time),
+                Times(times, audio_times, cross_video, cross_audio, *gates, time[None], audio_time),
                 keys["text"],
                 keys["audio_text"],
                 rope,
@@ -442,5 +450,6 @@ def _draw_tokens(shape: tuple[int, ...], generator: torch.Generator) -> np.ndarr
 
 
 _ROPE, _IMAGE_NOISE, _MARKER, _ROOM = "rope.", "image noise", "first frame's marker", "known"
+_OWN_TIMES = "own timesteps"
 _PICTURES = "vae_encoder"
 _STEP_SEEDS = 10_000  # The seed of the steps' noise is this much higher than the request's.

@@ -20,6 +20,8 @@ class Times(NamedTuple):
         audio: [M], of those of the sound's.
         cross_video: [1] or [M], of the video's tokens in the attention between the streams.
         cross_audio: The same of the sound's.
+        video_gate: [1] or [M], of what the video's tokens take from the sound.
+        audio_gate: The same of the sound's.
         text: [1], of the video's text.
         audio_text: [1], of the sound's.
     """
@@ -28,6 +30,8 @@ class Times(NamedTuple):
     audio: jax.Array
     cross_video: jax.Array
     cross_audio: jax.Array
+    video_gate: jax.Array
+    audio_gate: jax.Array
     text: jax.Array
     audio_text: jax.Array
 
@@ -55,8 +59,8 @@ def embed_times(module: Any, times: Times, dtype: torch.dtype) -> dict[str, jax.
         "audio": audio,
         "cross_video": embed(module.av_cross_attn_video_scale_shift, own.cross_video)[0],
         "cross_audio": embed(module.av_cross_attn_audio_scale_shift, own.cross_audio)[0],
-        "cross_video_gate": embed(module.av_cross_attn_video_a2v_gate, own.cross_video * scale)[0],
-        "cross_audio_gate": embed(module.av_cross_attn_audio_v2a_gate, own.cross_audio * scale)[0],
+        "cross_video_gate": embed(module.av_cross_attn_video_a2v_gate, own.video_gate * scale)[0],
+        "cross_audio_gate": embed(module.av_cross_attn_audio_v2a_gate, own.audio_gate * scale)[0],
         "head": to_jax(module.scale_shift_table).astype(jnp.float32) + embedding[:, None],
         "audio_head": to_jax(module.audio_scale_shift_table).astype(jnp.float32) + audio_embedding[:, None],
     }
