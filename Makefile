@@ -105,7 +105,7 @@ test-tpu: $(VENV)/installed
 	$(BIN)/python -m pytest -n 0 tests/wan_tpu/test_parity.py \
 		tests/wan_tpu/test_cogvideox_parity.py tests/wan_tpu/test_hunyuan15_parity.py tests/wan_tpu/test_ltx2_parity.py \
 		tests/wan_tpu/test_minimax_h3_parity.py -m "not long and not thorough and not loads_libtpu"
-	$(BIN)/python -m pytest -n 0 -rs -m "meshes and not thorough" tests/wan_tpu
+	$(BIN)/python -m pytest -n 0 -rs -m meshes tests/wan_tpu
 	$(BIN)/wan-tpu doctor
 
 lint: $(VENV)/installed

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
 from jax.experimental.pallas import tpu as pltpu
 
 from scripts.kernel_tables.conv_cases import CASES
-from tests.kernels.cases import INTERPRET, as_program
+from tests.kernels.cases import INTERPRET, as_program, assert_close
 from wan_tpu.pricing.bundles import count_bundles
 from wan_tpu.pricing.kernel_prices import step_bundles
 from wan_tpu_kernels.vae import causal_conv as causal_conv_module
@@ -90,11 +90,6 @@ def normalise(x, gamma, eps):
     return torch.nn.functional.silu(x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gamma)
 
 
-def assert_close(got, expected, tolerance):
-    assert got.shape == expected.shape
-    assert np.abs(np.asarray(got, np.float64) - expected).max() <= tolerance * np.abs(expected).max()
-
-
 CALLS = {
     "two frames a product": (((4, 4, 16, 24), 20, (3, 3, 3)), {"past": 4, "pieces": "norm residual"}),
     "one frame": (((1, 6, 32, 128), 136, (3, 3, 3)), {"past": 2, "pieces": "norm norm_after"}),
@@ -135,13 +130,20 @@ def test_values_beyond_the_picture_are_returned_as_zero(name):
     assert not out[:, :, 13:].any()
 
 
-def test_no_tile_reads_what_another_has_not_written(monkeypatch):
-    monkeypatch.setattr(shapes, "PIXELS", 32)
-    call = Call((2, 4, 16, 8), 8, (3, 3, 3), past=2, before=(1, 1), pieces="norm residual")
+def assert_no_races(call):
     simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     out = call.run(FUNCTIONS["kernel"], interpret=simulated)
     assert_close(out, call.run_torch(), DTYPES["float32"])
     assert not simulator.races.races_found
+
+
+@pytest.mark.parametrize(
+    ("frames", "more"), [(2, {"past": 2}), (6, {"centred": True, "padding": "reflect"})], ids=["tiles", "slabs"]
+)
+def test_no_tile_reads_what_another_has_not_written(frames, more, monkeypatch):
+    monkeypatch.setattr(shapes, "PIXELS", 32)
+    monkeypatch.setattr(shapes, "SLABS", (4, 2, 1))
+    assert_no_races(Call((frames, 4, 16, 8), 8, (3, 3, 3), before=(1, 1), pieces="norm residual", **more))
 
 
 def test_weights_that_do_not_fit_are_fetched_in_parts(monkeypatch):
@@ -150,10 +152,7 @@ def test_weights_that_do_not_fit_are_fetched_in_parts(monkeypatch):
     call = Call((1, 4, 16, 8), 512, (3, 3, 3), past=2, before=(1, 1), pieces="norm norm_after residual")
     shape = shapes.conv_shape(call.x, call.weight, call.past, (1, 1), 1, 9 * 2**20, interpret=True)
     assert (shape.o_block, shape.steps) == (256, 2)
-    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-    out = call.run(FUNCTIONS["kernel"], interpret=simulated)
-    assert_close(out, call.run_torch(), DTYPES["float32"])
-    assert not simulator.races.races_found
+    assert_no_races(call)
 
 
 @pytest.mark.parametrize(("vmem_mib", "expected"), [(128, (4, 256)), (64, (2, 128))], ids=["v6e", "v7x"])
@@ -169,16 +168,6 @@ def test_rows_that_do_not_fill_tiles_are_refused():
     call = Call((1, 2, 15, 8), 8, (1, 3, 3), past=0, before=(1, 1))
     with pytest.raises(ValueError, match=r"\b16\b"):
         call.run(FUNCTIONS["kernel"])
-
-
-def test_no_slab_of_frames_reads_what_it_has_not(monkeypatch):
-    monkeypatch.setattr(shapes, "PIXELS", 32)
-    monkeypatch.setattr(shapes, "SLABS", (4, 2, 1))
-    call = Call((6, 4, 16, 8), 8, (3, 3, 3), centred=True, before=(1, 1), padding="reflect", pieces="norm residual")
-    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-    out = call.run(FUNCTIONS["kernel"], interpret=simulated)
-    assert_close(out, call.run_torch(), DTYPES["float32"])
-    assert not simulator.races.races_found
 
 
 def test_centred_windows_have_no_past_frames():

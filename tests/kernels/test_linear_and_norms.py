@@ -53,11 +53,7 @@ SIZES = {"whole": (112, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": 
 def test_linear_is_torchs(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
     x, weight = draw(0, rows, inputs, dtype=dtype), draw(1, outputs, inputs, dtype=dtype)
-    bias, residual, gate = (
-        draw(2, outputs),
-        draw(3, rows, outputs, dtype=dtype),
-        draw(4, 3, outputs),
-    )
+    bias, residual, gate = (draw(2, outputs), draw(3, rows, outputs, dtype=dtype), draw(4, 3, outputs))
     wide = [torch.from_numpy(np.array(a, np.float64)) for a in (x, weight, bias)]
     y = torch.nn.functional.linear(*wide)
     if activation:

@@ -92,11 +92,7 @@ def test_rows_are_rounded_to_the_nearest(rows, dtype):
 
 @in_both_types(["rows"], [(128,), (50,), (5,)], one=(50,))
 def test_layer_norm_returns_rounded_rows(rows, dtype):
-    x, scale, shift = (
-        (draw(0, rows, 256) * 3 + 1).astype(jnp.bfloat16),
-        draw(1, 2, 256),
-        draw(2, 2, 256),
-    )
+    x, scale, shift = ((draw(0, rows, 256) * 3 + 1).astype(jnp.bfloat16), draw(1, 2, 256), draw(2, 2, 256))
     more = {"eps": 1e-6, "first_rows": 3}
     plain = NORMS[0](x.astype(jnp.float32), scale, shift, **more)
     for function in NORMS:

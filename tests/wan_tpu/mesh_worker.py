@@ -139,9 +139,7 @@ def spread_attention(mesh, q, k, v, *, heads, kv_len, platform="cpu", qk=None, l
         assert list(gathered) == ["late"]
         return jnp.concatenate(mixed, axis=-1)
 
-    spread = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=P(SHARDS), out_specs=P(None, SHARDS), check_vma=False),
-    )
+    spread = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(SHARDS), out_specs=P(None, SHARDS), check_vma=False))
     got = np.asarray(spread(np.concatenate([q, k, v], axis=1)))
     return got.transpose(1, 0, 2).reshape(q.shape), parts
 

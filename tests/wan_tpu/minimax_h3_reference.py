@@ -100,10 +100,7 @@ class Reference:
         for rows in self.steps.values():
             rows.clear()
         state = self.pipeline(
-            num_inference_steps=steps + 1,
-            generator=torch.Generator().manual_seed(seed),
-            output_type="np",
-            **inputs,
+            num_inference_steps=steps + 1, generator=torch.Generator().manual_seed(seed), output_type="np", **inputs
         )
         pixels, sound = state.get("videos"), state.get("audio")
         return np.asarray(pixels)[0], sound[0].numpy(), {name: list(rows) for name, rows in self.steps.items()}

@@ -69,7 +69,5 @@ if __name__ == "__main__":
     inputs = np.load(file)
     mesh = make_mesh(fit_mesh(tuple(map(int, sys.argv[4:]))), heads=2)
     np.savez(
-        out,
-        decoded=make_decode(folder, mesh)(inputs["latents"]),
-        encoded=make_encode(folder, mesh)(inputs["pixels"]),
+        out, decoded=make_decode(folder, mesh)(inputs["latents"]), encoded=make_encode(folder, mesh)(inputs["pixels"])
     )

@@ -93,10 +93,6 @@ class Predictor:
         """Return the velocities of the video's tokens and of the sound's latents, for `inputs` by their names."""
         return [np.asarray(part) for part in self._run(*self._arguments(inputs))]
 
-    def trace(self, inputs):
-        """Return the program as a jaxpr."""
-        return jax.make_jaxpr(self._run, static_argnums=4)(*self._arguments(inputs)).jaxpr
-
     @property
     def kinds(self):
         """The dtype of every weight by its name."""

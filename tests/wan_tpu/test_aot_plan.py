@@ -38,14 +38,7 @@ from wan_tpu.pricing import compiling
 from wan_tpu.pricing.causes import largest_gains, list_causes
 from wan_tpu.pricing.compiling import Compiled, Compilers, Job
 from wan_tpu.pricing.cost import Times
-from wan_tpu.pricing.plan import (
-    KEYS,
-    ProgramPlan,
-    SlicePlan,
-    StagePlan,
-    add_memory,
-    share_of_peak,
-)
+from wan_tpu.pricing.plan import KEYS, ProgramPlan, SlicePlan, StagePlan, add_memory, share_of_peak
 from wan_tpu.pricing.plan_text import compare, describe, draw, to_json
 from wan_tpu.pricing.planner import SlicePlanner, make_plans
 from wan_tpu.request import ResolvedRequest

@@ -87,12 +87,7 @@ def test_what_is_compiled_without_chips_has_the_flags_of_a_host_with_chips(v6e_4
     environment = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
     command = [sys.executable, "-c", "import json, wan_tpu.aot.key as key; print(json.dumps(key.describe_build()))"]
     child = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment | {"JAX_FORCE_TPU_INIT": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
+        command, cwd=ROOT, env=environment | {"JAX_FORCE_TPU_INIT": "1"}, capture_output=True, text=True, check=True
     )
     assert "launch_barrier=true" in json.loads(child.stdout)["LIBTPU_INIT_ARGS"]
     assert key.list_differences(key.describe_build(), json.loads(child.stdout)) == []

@@ -60,6 +60,36 @@ def test_bad_input_is_one_line_and_exit_code_2(change, message, checkpoint, tmp_
     assert not list(tmp_path.iterdir())
 
 
+LTX_2, MINIMAX_H3 = "ltx-2.3-distilled", "minimax-h3"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        (LTX_2, ["--size", "96x64"], "two stages need a multiple of 64, nearest 128, or give steps 8 for one stage"),
+        (LTX_2, ["--size", "112x64", "--steps", "8"], "needs a multiple of 32, nearest 128"),
+        (LTX_2, ["--frames", "10"], "frames is 10; it must be 8n + 1, nearest 9"),
+        (LTX_2, ["--steps", "20"], "the noise levels of 8, or 11 in two stages: give that many, or your own sigmas"),
+        (LTX_2, ["--shift", "3"], "shift is 3"),
+        (LTX_2, ["--solver", "unipc"], "choose one of euler"),
+        (MINIMAX_H3, ["--prompt", ""], "prompt is empty, but this model needs a prompt or an image"),
+        (MINIMAX_H3, ["--frames", "120"], "frames is 120; it must be 17n + 107, nearest 124"),
+        (MINIMAX_H3, ["--frames", "379"], "up to 362, nearest 362"),
+        (MINIMAX_H3, ["--size", "112x64"], "needs a multiple of 32, nearest 128"),
+        (MINIMAX_H3, ["--fps", "30"], "supports only 24: leave it out"),
+        (MINIMAX_H3, ["--guidance_scale", "3"], "doesn't use it: leave it out"),
+        (MINIMAX_H3, ["--solver", "unipc"], "choose one of euler"),
+    ],
+)
+def test_request_that_another_family_can_not_make_is_one_line(kind, change, message, checkpoint, tmp_path, capsys):
+    size = ["--size", "128x64", *(["--frames", "9"] if kind == LTX_2 else [])]
+    command = ["--model_id", str(checkpoint(kind)), "--prompt", "A cat", *size, "--output", str(tmp_path / "video.mp4")]
+    capsys.readouterr()
+    assert cli.run(generate, [*command, *change]) == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("opening ")]
+    assert message in error
+
+
 def test_a_prompt_is_only_empty_where_it_is_said(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     argv = ["--model-id", str(checkpoint("wan2.2-i2v-a14b")), *REQUEST[2:], "--frames", "5"]

@@ -2,10 +2,8 @@
 
 import re
 
-import diffusers
 import jax
 import pytest
-import torch
 from jax.interpreters import partial_eval
 from safetensors import safe_open
 
@@ -91,20 +89,6 @@ def test_a_trained_table_is_read_as_the_file_has_it(checkpoint, mesh):
         stored = file.get_tensor(name).astype("float32")
     assert (jax.device_get(loaded) == stored).all()
     assert abs(component.build().get_buffer(name).numpy() - stored).mean() > 0.05
-
-
-@pytest.mark.parametrize("kind", ["wan2.1-t2v-1.3b", "wan2.2-ti2v-5b", "cogvideox-2b", "hunyuanvideo1.5-480p-i2v"])
-def test_what_goes_into_a_small_vae_decides_what_comes_out(kind, checkpoint):
-    """Else a comparison with diffusers' pipelines, whose tolerance is 1e-4, would pass with a wrong image."""
-    folder = checkpoint(kind)
-    vae = getattr(diffusers, Checkpoint(folder).class_name("vae")).from_pretrained(folder / "vae").eval()
-    pixels = torch.rand(1, 3, 5, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    another_last = torch.cat([pixels[:, :, :-1], -pixels[:, :, -1:]], dim=2)
-    with torch.no_grad():
-        latents, others = (vae.encode(video).latent_dist.mode() for video in (pixels, another_last))
-        decoded, undone = (vae.decode(latents).sample for latents in (latents.sign(), -latents.sign()))
-    assert (latents - others).abs().max() > 2e-2 * latents.abs().max()
-    assert (decoded - undone).abs().mean() > 0.5 * decoded.abs().mean()
 
 
 @pytest.mark.long

@@ -8,10 +8,7 @@ from tests.children import run_on_devices
 UNCUT = "1x1x1"
 # 13 columns are padded to 14 on two devices.
 # TI2V has shortcuts and pixel patches; 6 columns divide: no padding.
-CASES = {
-    "padded": [("wan2.1-t2v-1.3b", "13", f"{UNCUT},1x1x2")],
-    "whole": [("wan2.2-ti2v-5b", "6", f"{UNCUT},1x2x1")],
-}
+CASES = {"padded": [("wan2.1-t2v-1.3b", "13", f"{UNCUT},1x1x2")], "whole": [("wan2.2-ti2v-5b", "6", f"{UNCUT},1x2x1")]}
 
 
 @pytest.mark.meshes

@@ -104,13 +104,27 @@ def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests,
     check_same(pipeline(KIND), results, theirs)
 
 
+GUIDED = {
+    "helios-base": (diffusers.HeliosPipeline, {"num_inference_steps": 2}),
+    "helios-mid": (PyramidPipeline, {"pyramid_num_inference_steps_list": [2, 2, 2]}),
+}
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["image", "short video"])
-def test_a_model_of_one_size_is_conditioned_as_in_diffusers(name, requests, checkpoint, pipeline):
-    pipe = pipeline("helios-base")
-    request = dataclasses.replace(requests[name], steps=2, guidance_scale=4.0, frames=33, preset="diffusers")
-    theirs = diffusers.HeliosPipeline.from_pretrained(checkpoint("helios-base"))
-    reference = run_theirs(theirs, request, num_inference_steps=2, guidance_scale=4.0)
+@pytest.mark.parametrize(
+    ("kind", "name", "frames"),
+    [
+        *(("helios-base", name, frames) for name, frames in (("image", 33), ("short video", 33), ("text", 66))),
+        ("helios-mid", "text", 66),
+    ],
+)
+def test_a_guided_model_makes_what_diffusers_makes(kind, name, frames, requests, checkpoint, pipeline):
+    """In steps of one size, and of three, where diffusers takes no guided square."""
+    pipe, (theirs, options) = pipeline(kind), GUIDED[kind]
+    fields = {"steps": 2} if kind == "helios-base" else {"steps": 6, "width": 128}
+    fields |= {"guidance_scale": 4.0, "frames": frames, "preset": "diffusers"}
+    request = dataclasses.replace(requests[name], **fields)
+    reference = run_theirs(theirs.from_pretrained(checkpoint(kind)), request, guidance_scale=4.0, **options)
     check_same(pipe, list(pipe.make_executor(pipe.plan(request)).work()), reference)
 
 
@@ -125,12 +139,10 @@ def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, requests)
     assert of_video - of_text == 3 * (of_image - of_text) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [
-        ("text", (12, 14, 15)),  # At a chunk's end, at a size's end, and within a size.
-        *(pytest.param(name, (13,), marks=pytest.mark.thorough) for name in ("image", "video")),
-    ],
+    [("text", (12, 14, 15)), ("image", (13,)), ("video", (13,))],  # At a chunk's end, at a size's, within a size.
 )
 def test_a_run_resumes_bit_for_bit_within_a_chunk_and_between_two(name, steps, pipeline, run):
     pipe = pipeline(KIND)

@@ -1,18 +1,14 @@
 """The schedules of Helios' stages and the noise between them, against diffusers' schedulers and pipeline."""
 
-import math
-
 import diffusers
 import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.helios.pipeline_helios import calculate_shift
-from torch.nn.functional import interpolate
 
-from wan_tpu.families.helios.chunks import enlarge, list_stages, make_history, stage_shapes
-from wan_tpu.families.helios.noise import draw_between, draw_first, square_factor
+from wan_tpu.families.helios.noise import draw_between, square_factor
 from wan_tpu.families.helios.published import PyramidConfig
-from wan_tpu.families.helios.schedule import mixing_factors, stage_schedule
+from wan_tpu.families.helios.schedule import stage_schedule
 
 TOKENS = (540, 2160, 8640)
 PATCH = (1, 2, 2)
@@ -88,25 +84,6 @@ def test_each_step_is_that_of_diffusers(pyramid):
                 assert np.abs(got - reference).max() <= 2e-6 * np.abs(reference).max()
 
 
-@pytest.mark.parametrize("pyramid", [pyramid for pyramid in PYRAMIDS if pyramid.stages > 1], ids=str)
-def test_factors_between_stages_are_those_of_diffusers(pyramid):
-    scheduler, gamma = scheduler_of(pyramid), pyramid.gamma
-    for stage in range(1, pyramid.stages):
-        signal = 1 - scheduler.ori_start_sigmas[stage]
-        alpha = 1 / (math.sqrt(1 + 1 / gamma) * (1 - signal) + signal)
-        expected = alpha, alpha * (1 - signal) / math.sqrt(gamma)
-        assert np.allclose(mixing_factors(pyramid, stage), expected, rtol=1e-12)
-
-
-def test_first_noise_is_halved_as_diffusers_interpolates():
-    expected = torch.randn((1, 2, 9, 8, 16), generator=torch.Generator().manual_seed(5))
-    frames = expected.permute(0, 2, 1, 3, 4).reshape(9, 2, 8, 16)
-    for size in ((4, 8), (2, 4)):
-        frames = interpolate(frames, size=size, mode="bilinear") * 2
-    noise = draw_first((1, 2, 9, 8, 16), 3, torch.Generator().manual_seed(5))
-    assert np.array_equal(noise, frames.reshape(1, 9, 2, 2, 4).permute(0, 2, 1, 3, 4).numpy())
-
-
 def test_noise_between_stages_is_that_of_diffusers():
     """With a gamma at which float32 suffices, from the pipeline's own function; at the published one, by covariance."""
     pipeline = diffusers.HeliosPyramidPipeline.__new__(diffusers.HeliosPyramidPipeline)
@@ -116,32 +93,3 @@ def test_noise_between_stages_is_that_of_diffusers():
     assert np.abs(noise - expected).max() <= 1e-6
     factor = square_factor(4, 1 / 3)
     assert np.abs(factor @ factor.T - (np.eye(4) * 4 / 3 - 1 / 3)).max() <= 2e-8
-
-
-def test_enlarging_is_nearest_interpolation():
-    latents = torch.randn((1, 2, 3, 2, 4), generator=torch.Generator().manual_seed(5))
-    expected = interpolate(latents[0], size=(4, 8), mode="nearest")[None].numpy()
-    assert np.array_equal(enlarge(latents.numpy()), expected)
-
-
-def test_distilled_chunk_has_the_published_calls():
-    pyramid, shape = PyramidConfig(dynamic=True, shift_type="linear", solver="dmd"), (1, 16, 9, 48, 80)
-    assert stage_shapes(shape, 3) == [(1, 16, 9, 12, 20), (1, 16, 9, 24, 40), shape]
-    for amplified, steps in ((True, [4, 4, 4]), (False, [2, 2, 2])):
-        stages = list_stages(pyramid, shape, PATCH, (2, 2, 2), amplified=amplified)
-        assert [stage.schedule.steps for stage in stages] == steps
-
-
-def test_history_ends_with_the_latest_frames_and_keeps_the_first():
-    shape = (1, 1, 9, 1, 1)
-    chunks = [np.arange(9 * i + 1, 9 * i + 10, dtype=np.float32).reshape(shape) for i in range(3)]
-    empty, second, fourth = (make_history(shape, chunks[:count]) for count in (0, 1, 3))
-    assert not any(array.any() for array in empty.values())
-    frames = {name: array.ravel().astype(int).tolist() for name, array in second.items()}
-    assert frames == {
-        "history_long": [0] * 10 + [1, 2, 3, 4, 5, 6],
-        "history_mid": [7, 8],
-        "history_short": [1, 9],
-    }
-    frames = {name: array.ravel().astype(int).tolist() for name, array in fourth.items()}
-    assert frames == {"history_long": [*range(9, 25)], "history_mid": [25, 26], "history_short": [1, 27]}

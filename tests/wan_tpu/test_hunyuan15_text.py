@@ -5,17 +5,13 @@ import jax
 import numpy as np
 import pytest
 import torch
-import transformers
 
-from tests.conftest import PHOTO
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.hunyuan15 import components, text
 from wan_tpu.families.hunyuan15.small import make_checkpoint
 from wan_tpu.families.hunyuan15.spec import HunyuanSpec
 from wan_tpu.families.shared.tokenizing import Tokenizer, tokenize
-from wan_tpu.media.image import load_image
-from wan_tpu.runtime.bridge import call
 from wan_tpu.runtime.components import load_component
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -81,16 +77,6 @@ def test_prompts_are_embedded_as_diffusers_does(name, tokenizers, theirs, run):
         assert np.abs(embedded - glyphs)[:, read].max() <= 1e-4 * np.abs(glyphs[:, read]).max()
 
 
-def test_images_are_embedded_as_diffusers_does(folder, theirs, run):
-    image = load_image(PHOTO).resize((80, 64))
-    with torch.no_grad():
-        expected = theirs.encode_image(image, 1, torch.device("cpu"), torch.float32).numpy()
-    pixels = theirs.feature_extractor.preprocess(image, do_resize=True, do_convert_rgb=True, return_tensors="np")
-    features = lambda module, params, x: call(module, params, lambda m, x: m(x).last_hidden_state, x)  # noqa: E731
-    embedded = run("image", features, pixels["pixel_values"])
-    assert np.abs(embedded - expected).max() <= 1e-4 * np.abs(expected).max()
-
-
 def test_missing_tokenizer_is_named(tmp_path, folder):
     with pytest.raises(CheckpointError, match="tokenizer"):
         text.tokenize_prompt(Tokenizer(tmp_path, 384), "a cat")
@@ -99,12 +85,3 @@ def test_missing_tokenizer_is_named(tmp_path, folder):
         tokenize(Tokenizer(tmp_path, 384), "a cat", 16)
     with pytest.raises(CheckpointError, match=r"token 119.* 100"):
         tokenize(Tokenizer(folder / "tokenizer_2", 100), "a cat", 16)
-
-
-def test_tokenizer_is_read_once(folder, monkeypatch):
-    tokenizer = Tokenizer(folder / "tokenizer_2", 384)
-    first = tokenize(tokenizer, "a cat", 4)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", None)
-    ids, mask, cuts = tokenize(tokenizer, "a cat", 16)
-    assert (ids[0, :6].tolist(), mask.sum(), cuts) == ([100, 35, 102, 100, 119, 1], 6, [])
-    assert [(cut.tokens, cut.read) for cut in first[2]] == [(6, 4)]

@@ -8,7 +8,6 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from tests.wan_tpu.shown_clips import SOUNDS, run
 from tests.wan_tpu.test_cli import REQUEST
 from wan_tpu import GenerationRequest, InvalidRequest, cli
 from wan_tpu.commands.generate import generate
@@ -140,20 +139,6 @@ def test_a_file_of_one_short_frame_is_continued(tmp_path):
     assert read_clip(tmp_path / "both.mp4").frames == 1 + 4
 
 
-def test_pixels_become_square_and_hdr_becomes_what_a_usual_display_shows(tmp_path):
-    wide = read_frame(make(tmp_path / "wide.mp4", "-vf", "setsar=2"), 0)
-    assert wide.size == (96, 32)
-    linear = "format=gbrp,setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr,zscale=t=linear:npl=203"
-    colours = [(200, 40, 40), (40, 200, 40), (128, 128, 128)]
-    for curve in ("arib-std-b67", "smpte2084"):
-        hdr = f"{linear},format=gbrpf32le,zscale=p=bt2020:t={curve}:m=bt2020nc:r=tv:npl=203,format=yuv420p10le"
-        for red, green, blue in colours:
-            source = f"color=0x{red:02x}{green:02x}{blue:02x}:s=48x32:r=8:d=0.25"
-            path = make(tmp_path / "hdr.mp4", "-vf", hdr, "-c:v", "libx264", "-y", source=source)
-            frame = np.asarray(read_frame(path, 0), int)
-            assert np.abs(frame[16, 24] - (red, green, blue)).max() <= 12, (curve, frame[16, 24])
-
-
 def test_a_disk_that_takes_no_files_isn_t_the_video_s_fault(tmp_path, monkeypatch):
     part = write(tmp_path / "a.mp4", 4)
     with pytest.raises(OutputError):
@@ -253,21 +238,3 @@ def test_what_is_generated_is_kept_if_it_cant_be_joined(checkpoint, tmp_path, mo
     assert read_clip(part).frames == 5 - 1
     names = ["whole.json", "whole.new.mp4", "whole.sheet.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
-@pytest.mark.thorough
-def test_a_clip_that_is_turned_and_has_odd_sound_is_extended(checkpoint, tmp_path):
-    """Its shape is that of what is shown, and its sound, which AAC can't hold as it is, is in stereo."""
-    plain, sound, source, out = (tmp_path / name for name in ("plain.mp4", "sound.mov", "a.mov", "whole.mp4"))
-    write(plain, 9)
-    SOUNDS["four channels that are unused"].make(sound)
-    run("-i", sound, "-display_rotation", "90", "-i", plain, "-map", "1:v", "-map", "0:a", "-c", "copy", source)
-    model = ["--model_id", str(checkpoint("wan2.2-i2v-a14b")), "--output", str(out)]
-    assert cli.run(generate, [*model, *list_arguments(), "--extend", str(source)]) == 0
-    clip = read_clip(out)
-    assert (clip.size, clip.sound[2]) == ((32, 48), "stereo")
-    assert clip.frames == 9 * clip.rate / 8 + 5 - 1
-    record = json.loads(out.with_suffix(".json").read_text())["request"]
-    assert record["image"] == f"the last frame of {source}, 32x48"
-    shown = np.rot90(frames(plain), axes=(1, 2)).astype(int)
-    assert np.abs(frames(out)[0] - shown[0]).mean() < 8  # The frames are noise, encoded twice.

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers.pipelines.ltx2.vocoder import AntiAliasAct1d, SnakeBeta
 
-from tests.children import run_on_devices
 from wan_tpu import CheckpointError, InvalidInput, load_pipeline
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.data import DenoiseState
@@ -19,7 +17,7 @@ from wan_tpu.families.ltx2 import audio
 from wan_tpu.families.ltx2.config import read_config
 from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
-from wan_tpu.families.shared.vocoder import Weights, Window, activate_antialiased
+from wan_tpu.families.shared.vocoder import Window
 from wan_tpu.runtime.components import abstract_component, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
@@ -124,19 +122,6 @@ def test_request_in_bfloat16_has_its_sound_in_float32(folder, decoders):
         assert all(np.array_equal(weight, params[name]) for name, weight in weights.items())
 
 
-def test_every_weight_of_the_sound_matters(decoders, latents, theirs):
-    """The comparison above would miss one that has no effect in the small checkpoint."""
-    for (params, decode), value in zip(decoders, (latents.numpy(), theirs[0]), strict=True):
-        decoded = np.asarray(decode(params, value))
-        ignored = set()
-        for name, weight in params.items():
-            # On the weight's own devices: otherwise each were compiled again.
-            changed = jax.device_put(np.asarray(weight) * np.float32(1.1) + np.float32(0.1), weight.sharding)
-            if np.array_equal(decode(params | {name: changed}, value), decoded):
-                ignored.add(name)
-        assert ignored <= {"mel_stft.stft_fn.inverse_basis"}
-
-
 def test_infinite_samples_are_not_limited_before_they_are_checked(decoders, theirs):
     _, (params, vocode) = decoders
     last = max(
@@ -144,23 +129,6 @@ def test_infinite_samples_are_not_limited_before_they_are_checked(decoders, thei
     )
     louder = jax.device_put(np.sign(params[last]) * np.float32(3e38), params[last].sharding)
     assert not np.isfinite(vocode(params | {last: louder}, theirs[0])).all()
-
-
-@pytest.mark.parametrize("channels", [1, 5])
-@pytest.mark.parametrize("length", [3, 16])
-def test_antialiased_activation_is_diffusers(channels, length):
-    """Also for signals shorter than the filters, whose ends are repeated."""
-    torch.manual_seed(0)
-    module = AntiAliasAct1d(SnakeBeta(channels))
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data += 0.3 * torch.randn_like(tensor)
-    x = torch.randn(1, channels, length)
-    snake = audio._read_snake(
-        Weights({name: jnp.asarray(value.numpy()) for name, value in module.state_dict().items()})
-    )
-    activate = jax.jit(lambda snake, x: activate_antialiased(snake, x, Window(0, length)))
-    ours = activate(snake, x[0].T.numpy())
-    np.testing.assert_allclose(ours.T, module(x)[0].detach(), atol=1e-5)
 
 
 def test_parts_of_a_spectrogram_give_parts_of_the_samples(folder, theirs):
@@ -179,21 +147,6 @@ def test_parts_of_a_spectrogram_give_parts_of_the_samples(folder, theirs):
     parts = [vocode_part(loaded.params, padded[i : i + own + 2 * reach], i - reach) for i in range(0, 3 * own, own)]
     joined = np.concatenate([part[reach * per_frame : (reach + own) * per_frame] for part in parts])
     assert relative(joined[: len(whole)], whole) < 1e-4
-
-
-@pytest.mark.thorough
-def test_devices_share_the_samples(folders, tmp_path):
-    mel = torch.randn(1, 2, 201, 16, generator=torch.Generator().manual_seed(4))
-    np.save(tmp_path / "mel.npy", mel.numpy())
-    out = tmp_path / "samples.npz"
-    run_on_devices("tests.wan_tpu.ltx2_audio_worker", tmp_path / "mel.npy", out, *folders.values(), count=4)
-    result = np.load(out)
-    for kind, folder in folders.items():
-        with torch.no_grad():
-            theirs = diffusers.LTX2Pipeline.from_pretrained(folder).vocoder(mel)[0].numpy()
-        assert relative(result[f"{kind} samples"], theirs) < 1e-4
-        # Each device computes a part, and what reaches it: less than the whole.
-        assert result[f"{kind} computed"] < 0.8 * 201
 
 
 @pytest.mark.parametrize(
@@ -224,18 +177,10 @@ def test_operations_are_counted(kind, operations):
         ("ltx-2", {"upsample_kernel_sizes": [16, 15, 8, 4, 5]}, r"\b2\b.*\b5\b"),
         ("ltx-2.3", {"antialias_ratio": 3}, r"antialias_ratio 3\b.*\b2\b"),
         ("ltx-2.3", {"window_length": 400}, r"filter_length 512\b.*window_length 400\b"),
-        (
-            "ltx-2.3",
-            {"hop_length": 96},
-            r"hop_length 96\b.*16000.*48000",
-        ),
+        ("ltx-2.3", {"hop_length": 96}, r"hop_length 96\b.*16000.*48000"),
         ("ltx-2.3", {"hop_length": 160}, r"bwe_upsample_factors.*\b480\b"),
         ("ltx-2.3", {"resnet_dilations": [[1], [1, 3], [1, 3]]}, "resnet_dilations"),
-        (
-            "ltx-2.3",
-            {"bwe_resnet_kernel_sizes": [3, 7, 8]},
-            r"bwe_resnet_kernel_sizes \[3, 7, 8\]",
-        ),
+        ("ltx-2.3", {"bwe_resnet_kernel_sizes": [3, 7, 8]}, r"bwe_resnet_kernel_sizes \[3, 7, 8\]"),
         ("ltx-2", {"final_act_fn": "sine"}, "final_act_fn 'sine'.*tanh.*clamp.*null"),
     ],
 )

@@ -1,4 +1,4 @@
-"""LTX-2 by the commands, as a person types them: in one command, stage by stage, in a batch, and refused."""
+"""LTX-2 by the commands, as a person types them: in one command and stage by stage; and what is refused."""
 
 import json
 import subprocess
@@ -7,7 +7,6 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from actors.commands.batch import batch
 from tests.conftest import PHOTO
 from wan_tpu import DenoiseState, InvalidRequest, cli
 from wan_tpu.commands import staged
@@ -72,38 +71,6 @@ def test_stages_with_files_between_them_make_the_same_video(video_file, model, t
     assert (whole.step, whole.latents.shape[3:]) == (11, (2, 4))
     assert cli.run(staged.decode, [*where, "--dp", "1"]) == 0
     assert (tmp_path / "video.mp4").read_bytes() == video_file.read_bytes()
-
-
-@pytest.mark.thorough
-def test_batch_makes_videos_with_sound_and_without(video_file, model, tmp_path):
-    fields = {"prompt": "A cat purrs", "image": str(PHOTO), "height": 64, "width": 128, "frames": 9, "seed": 3}
-    lines = [fields | {"id": "sound"}, fields | {"id": "silent", "generate_audio": False}]
-    manifest, output = tmp_path / "requests.jsonl", tmp_path / "out"
-    manifest.write_text("\n".join(map(json.dumps, lines)))
-    mesh = ["--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
-    assert cli.run(batch, [*model, *mesh, "--manifest", str(manifest), "--output", str(output)]) == 0
-    assert (output / "sound.mp4").read_bytes() == video_file.read_bytes()
-    silent = subprocess.run([FFMPEG, "-hide_banner", "-i", output / "silent.mp4"], capture_output=True, text=True)
-    assert "Video: h264" in silent.stderr and "Audio:" not in silent.stderr
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--size", "96x64"], "two stages need a multiple of 64, nearest 128, or give steps 8 for one stage"),
-        (["--size", "112x64", "--steps", "8"], "needs a multiple of 32, nearest 128"),
-        (["--frames", "10"], "frames is 10; it must be 8n + 1, nearest 9"),
-        (["--steps", "20"], "the noise levels of 8, or 11 in two stages: give that many, or your own sigmas"),
-        (["--shift", "3"], "shift is 3"),
-        (["--solver", "unipc"], "choose one of euler"),
-    ],
-)
-def test_request_that_the_model_can_not_make_is_one_line(change, message, model, tmp_path, capsys):
-    command = [*model, "--prompt", "A cat", *SETTINGS, "--output", str(tmp_path / "video.mp4")]
-    capsys.readouterr()
-    assert cli.run(generate, [*command, *change]) == 2
-    [error] = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("opening ")]
-    assert message in error
 
 
 def test_picture_of_a_single_row_of_latents_is_refused_where_the_decoder_mirrors_it():

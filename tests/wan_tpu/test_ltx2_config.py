@@ -1,30 +1,24 @@
 """What LTX-2's configuration files say: published ones are recognised, and others are refused with a reason."""
 
 import dataclasses
-import inspect
-import json
 
-import diffusers
 import pytest
-from diffusers.pipelines import ltx2
 from diffusers.pipelines.ltx2 import utils
 
 from tests.wan_tpu.ltx2_files import LTX_REPOSITORIES
 from tests.wan_tpu.published_files import write
 from wan_tpu import CheckpointError
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.families.ltx2 import classes, published
+from wan_tpu.families.ltx2 import published
 from wan_tpu.families.ltx2.config import MODELS, read_config
 from wan_tpu.families.ltx2.published import PUBLISHED
-from wan_tpu.families.ltx2.small import make_checkpoint
 
 DEV, DISTILLED = "diffusers/LTX-2.3-Diffusers", "diffusers/LTX-2.3-Distilled-Diffusers"
-# Name; size, steps and guidance of Lightricks' program, and of diffusers.
-OPENED = {
-    "Lightricks/LTX-2": ("ltx-2", ((512, 768), 40, 3), ((512, 768), 30, 3)),
-    "rootonchair/LTX-2-19b-distilled": ("ltx-2-distilled", ((1024, 1536), 11, 1), ((1024, 1536), 11, 1)),
-    DEV: ("ltx-2.3", ((512, 768), 30, 3), ((512, 768), 30, 3)),
-    DISTILLED: ("ltx-2.3-distilled", ((1024, 1536), 11, 1), ((1024, 1536), 11, 1)),
+NAMES = {
+    "Lightricks/LTX-2": "ltx-2",
+    "rootonchair/LTX-2-19b-distilled": "ltx-2-distilled",
+    DEV: "ltx-2.3",
+    DISTILLED: "ltx-2.3-distilled",
 }
 
 
@@ -43,10 +37,10 @@ def read(tmp_path):
     return read_files
 
 
-@pytest.mark.parametrize("repository", OPENED)
-def test_published_files_are_those_of_a_preset(repository, read):
+@pytest.mark.parametrize(("repository", "name"), NAMES.items())
+def test_published_files_are_those_of_a_preset(repository, name, read):
+    """Settings for sampling are in test_original.py and test_published_files.py."""
     config = read(repository)
-    name, *settings = OPENED[repository]
     assert published.recognise(config) == name
     # Gemma's file leaves out what its class says, and LTX-2.3 has its upsampler with the distilled model.
     same = dataclasses.replace(config, text_encoder=PUBLISHED[name].text_encoder)
@@ -54,50 +48,14 @@ def test_published_files_are_those_of_a_preset(repository, read):
         same = dataclasses.replace(same, upsampler=PUBLISHED[name].upsampler)
     assert same == PUBLISHED[name]
     assert {key: PUBLISHED[name].text_encoder[key] for key in config.text_encoder} == config.text_encoder
-    for find, (size, steps, scale) in zip((published.defaults, published.diffusers_defaults), settings, strict=True):
-        defaults = find(config)
-        assert (defaults.height, defaults.width, defaults.frames, defaults.fps) == (*size, 121, 24)
-        assert (defaults.steps, defaults.guidance_scale, defaults.guidance_scale_2) == (steps, scale, scale)
-        assert (defaults.solver, defaults.generate_audio) == ("euler", True)
 
 
 def test_names_that_wan_tpu_json_may_have_are_the_presets():
     assert tuple(PUBLISHED) == MODELS
     # LTX-2.5's files can be read only by who has accepted its licence.
-    assert {name for name, *_ in OPENED.values()} | {"ltx-2.5", "ltx-2.5-distilled"} == set(PUBLISHED)
-    assert set(OPENED) == set(LTX_REPOSITORIES)
+    assert {*NAMES.values(), "ltx-2.5", "ltx-2.5-distilled"} == set(PUBLISHED)
+    assert set(NAMES) == set(LTX_REPOSITORIES)
     assert all(published.recognise(config) == name for name, config in PUBLISHED.items())
-
-
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_small_checkpoint_reads_as_its_kind(kind, tmp_path):
-    """Files that today's classes write have more keys, none of which matters."""
-    config = read_config(Checkpoint(make_checkpoint(tmp_path / "checkpoint", kind)))
-    assert config.distilled == PUBLISHED[kind].distilled
-    assert (config.upsampler is None) == (PUBLISHED[kind].upsampler is None)
-    assert config.scheduler == PUBLISHED[kind].scheduler
-    assert config.vocoder["_class_name"] == PUBLISHED[kind].vocoder["_class_name"]
-    assert {*config.transformer} == {*PUBLISHED[kind].transformer}
-    assert published.recognise(config) == published.CUSTOM
-
-
-@pytest.mark.parametrize(
-    ("kind", "ours"),
-    [
-        (diffusers.LTX2VideoTransformer3DModel, classes.TRANSFORMER),
-        (ltx2.LTX2TextConnectors, classes.CONNECTORS),
-        (diffusers.AutoencoderKLLTX2Video, classes.VAE),
-        (diffusers.AutoencoderKLLTX2Audio, classes.AUDIO_VAE),
-        (ltx2.LTX2Vocoder, classes.VOCODER),
-        (ltx2.LTX2VocoderWithBWE, classes.VOCODER_BWE),
-        (ltx2.LTX2LatentUpsamplerModel, classes.UPSAMPLER),
-        (diffusers.LTX2VideoDiffusionDecoderModel, classes.DIFFUSION_DECODER),
-        (diffusers.FlowMatchEulerDiscreteScheduler, classes.SCHEDULER),
-    ],
-)
-def test_keys_that_a_file_lacks_have_the_class_s_defaults(kind, ours):
-    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
-    assert json.loads(json.dumps({parameter.name: parameter.default for parameter in parameters})) == ours
 
 
 def test_negative_prompt_is_lightricks_and_diffusers_has_none():
@@ -115,16 +73,6 @@ def test_negative_prompt_is_lightricks_and_diffusers_has_none():
 def test_sampling_settings_are_those_of_diffusers():
     assert list(published.DISTILLED_SIGMAS) == utils.DISTILLED_SIGMA_VALUES
     assert list(published.SECOND_STAGE_SIGMAS) == utils.STAGE_2_DISTILLED_SIGMA_VALUES
-    parameters = inspect.signature(diffusers.LTX2Pipeline.__call__).parameters
-    defaults = published.diffusers_defaults(PUBLISHED["ltx-2.3"])
-    for name, value in (
-        ("height", defaults.height),
-        ("width", defaults.width),
-        ("frame_rate", defaults.fps),
-        ("num_inference_steps", defaults.steps),
-        ("guidance_scale", defaults.guidance_scale),
-    ):
-        assert parameters[name].default == value
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from transformers.audio_utils import mel_filter_bank, spectrogram
 from tests.conftest import PHOTO
 from tests.wan_tpu.minimax_h3_ref2va import write_sound
 from tests.wan_tpu.test_ltx2_parity import LATENT_TOLERANCE, OFF, as_tokens, assert_close, watch_steps
-from tests.wan_tpu.test_minimax_h3_continuation import check_no_drift
 from wan_tpu import GenerationRequest, InvalidRequest, load_pipeline
-from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
+from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.commands.generate import plan_extension
 from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.families import list_published, published_spec
@@ -153,21 +152,20 @@ def test_the_join_is_like_any_place_inside_a_video(pipelines, first, second):
     assert whole.audio.shape[1] == begin + following.audio.shape[1]
 
 
+def check_no_drift(videos):
+    """Compare the second and third segment with the last two: each has noise of its own, so that single ones differ."""
+    loudness = [20 * np.log10(part.audio.std()) for part in videos]
+    brightness = [255 * part.pixels.mean() for part in videos]
+    for values, most in ((loudness, 1.0), (brightness, 1.0)):
+        assert abs(np.mean(values[1:3]) - np.mean(values[-2:])) < most, (loudness, brightness)
+
+
 @pytest.mark.thorough
 def test_eight_segments_keep_brightness_and_sound(pipelines, first):
     videos = [first[0]]
     for seed in range(4, 11):
         videos.append(make(pipelines(DISTILLED), "on and on", seed, videos[-1].tail)[0])
     check_no_drift(videos)
-
-
-@pytest.mark.thorough
-def test_an_end_comes_back_from_its_file(first):
-    tail = first[0].tail
-    again = parse_tail(tail.dump(), "it")
-    for name in ("latents", "smaller", "sound"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(tail, name))
-    assert again.digest == tail.digest != dataclasses.replace(tail, smaller=None).digest
 
 
 @pytest.mark.thorough
@@ -389,20 +387,3 @@ def test_programs_for_segments_are_known_before_there_is_one():
         changed, *_ = jax.eval_shape(program.function, params, parts, numbers, (keys, rows))
         assert (changed["video"][0].shape, changed["audio"][0].shape) == (video.shape, audio.shape)
     assert not model.spec.typical_references(dataclasses.replace(request, frames=SHARED))
-
-
-@pytest.mark.thorough
-def test_programs_for_a_soundtrack_with_an_image_and_without_are_known_before_there_is_one():
-    model = published_model(DISTILLED)
-    mesh = make_mesh((1, 1, 1), heads=model.spec.heads, devices=jax.devices()[:1])
-    request = GenerationRequest(prompt="a", height=512, width=768, frames=121, references=[TRACK])
-    plans = [model.spec.plan(request, image=has_image) for has_image in (True, False)]
-    shapes = [plan.shapes for plan in plans]
-    assert [stage for stage, name in shapes[0].items() if shapes[1][stage] == name] == ["decoder"]
-    frames, sounds = 8 * 12 + 16 * 24, model.spec.audio_tokens(121, 24)
-    programs = programs_by_images(AbstractRuntime(model, mesh, "bfloat16"), plans[0].request)
-    for images, rows in ((1, frames + sounds), (0, sounds)):
-        steps = [arguments for name, _, arguments in programs[images] if name.startswith("denoise step")]
-        assert [keys[-1].shape for _, _, _, keys in steps] == [(1, rows, 128)] * 2
-    pictures = [name for name, *_ in programs[1] if name.startswith("vae_encoder")]
-    assert pictures == ["vae_encoder [1, 3, 1, 256, 384]", "vae_encoder [1, 3, 1, 512, 768]"]

@@ -115,8 +115,37 @@ def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, fo
     assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
 
 
+def run_both_stages(folder, image, output, noise=None):
+    """Return the video, the sound, and the latents of each step of the second stage, by diffusers' pipelines.
+
+    `noise` are normalised latents to begin with, which have those of the image.
+    """
+    theirs = diffusers.LTX2Pipeline.from_pretrained(folder)
+    if image is not None:
+        theirs = diffusers.LTX2ImageToVideoPipeline(**theirs.components)
+    doubling = LTX2LatentUpsamplePipeline(
+        vae=theirs.vae, latent_upsampler=LTX2LatentUpsamplerModel.from_pretrained(folder / "latent_upsampler")
+    )
+    options = OFF | {"prompt": "A cat", "frame_rate": 24.0, "generator": torch.Generator().manual_seed(5)}
+    options |= {"return_dict": False} | ({} if image is None else {"image": image})
+    first = {}
+    if noise is not None:
+        mean, deviation = (getattr(theirs.vae, f"latents_{name}").view(1, -1, 1, 1, 1) for name in ("mean", "std"))
+        first["latents"] = noise * deviation + mean
+    latents, sound = theirs(
+        height=32, width=64, num_frames=9, sigmas=list(DISTILLED_SIGMAS), output_type="latent", **first, **options
+    )
+    [latents] = doubling(latents=latents, output_type="latent", height=32, width=64, num_frames=9, return_dict=False)
+    seen, watching = watch_steps(theirs)
+    frames, audio = theirs(
+        latents=latents, audio_latents=sound, height=64, width=128, num_frames=9, sigmas=list(SECOND_STAGE_SIGMAS),
+        noise_scale=SECOND_STAGE_SIGMAS[0], output_type=output, **options, **watching,
+    )  # fmt: skip
+    return frames, audio, seen
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("has_image", [False, True])
 def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders, pipelines):
     kind = "ltx-2.3-distilled"
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
@@ -125,24 +154,7 @@ def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders,
         GenerationRequest(prompt="A cat", image=image, **SIZE), on_step=lambda event: states.append(event.state)
     )
 
-    theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
-    if has_image:
-        theirs = diffusers.LTX2ImageToVideoPipeline(**theirs.components)
-    doubling = LTX2LatentUpsamplePipeline(
-        vae=theirs.vae, latent_upsampler=LTX2LatentUpsamplerModel.from_pretrained(folders(kind) / "latent_upsampler")
-    )
-    generator = torch.Generator().manual_seed(5)
-    options = OFF | {"prompt": "A cat", "frame_rate": 24.0, "generator": generator, "return_dict": False}
-    options |= {"image": image} if has_image else {}
-    latents, sound = theirs(
-        height=32, width=64, num_frames=9, sigmas=list(DISTILLED_SIGMAS), output_type="latent", **options
-    )
-    [latents] = doubling(latents=latents, output_type="latent", height=32, width=64, num_frames=9, return_dict=False)
-    seen, watching = watch_steps(theirs)
-    frames, audio = theirs(
-        latents=latents, audio_latents=sound, height=64, width=128, num_frames=9, sigmas=list(SECOND_STAGE_SIGMAS),
-        noise_scale=SECOND_STAGE_SIGMAS[0], output_type="np", **options, **watching,
-    )  # fmt: skip
+    frames, audio, seen = run_both_stages(folders(kind), image, "np")
     assert (len(states), len(seen)) == (11, 3)
     for state, (expected, sound) in zip(states[8:], seen, strict=True):
         assert_close(as_tokens(np.asarray(state.latents)), expected, LATENT_TOLERANCE)
@@ -161,40 +173,17 @@ def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(
     first = pipe.denoise(plan, conditioning, pipe.initial_state(plan, noise), stop=8)
     last = pipe.denoise(plan, conditioning, first)
 
-    theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
     latents = torch.from_numpy(noise)
     if has_image:
-        theirs = diffusers.LTX2ImageToVideoPipeline(**theirs.components)
         latents[:, :, :1] = torch.from_numpy(np.array(conditioning.image_latents))
-    mean, deviation = (getattr(theirs.vae, f"latents_{name}").view(1, -1, 1, 1, 1) for name in ("mean", "std"))
-    doubling = LTX2LatentUpsamplePipeline(
-        vae=theirs.vae, latent_upsampler=LTX2LatentUpsamplerModel.from_pretrained(folders(kind) / "latent_upsampler")
-    )
-    options = OFF | {"prompt": "A cat", "frame_rate": 24.0, "generator": torch.Generator().manual_seed(5)}
-    options |= {"return_dict": False} | ({"image": image} if has_image else {})
-    latents, sound = theirs(
-        latents=latents * deviation + mean, height=32, width=64, num_frames=9, sigmas=list(DISTILLED_SIGMAS),
-        output_type="latent", **options,
-    )  # fmt: skip
-    [latents] = doubling(latents=latents, output_type="latent", height=32, width=64, num_frames=9, return_dict=False)
-    seen, watching = watch_steps(theirs)
-    theirs(
-        latents=latents, audio_latents=sound, height=64, width=128, num_frames=9, sigmas=list(SECOND_STAGE_SIGMAS),
-        noise_scale=SECOND_STAGE_SIGMAS[0], output_type="latent", **options, **watching,
-    )  # fmt: skip
+    *_, seen = run_both_stages(folders(kind), image, "latent", latents)
     assert_close(as_tokens(last.latents), seen[-1][0], LATENT_TOLERANCE)
     assert_close(last.audio, seen[-1][1], LATENT_TOLERANCE)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("preset", [None, pytest.param("diffusers", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    ("kind", "stop"),
-    [
-        ("ltx-2.3-distilled", 8),
-        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("ltx-2.3", 1), ("ltx-2.3-distilled", 9))),
-    ],
-)
+@pytest.mark.parametrize("preset", [None, "diffusers"])
+@pytest.mark.parametrize(("kind", "stop"), [("ltx-2.3-distilled", 8), ("ltx-2.3", 1), ("ltx-2.3-distilled", 9)])
 def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
     pipe = pipelines(kind)
     steps = {} if kind.endswith("distilled") else {"steps": 3}

@@ -90,26 +90,7 @@ def distance(ours, theirs):
     return np.sqrt(((ours - theirs) ** 2).mean() / (theirs**2).mean())
 
 
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [
-        *(("2.3", name) for name in ("nothing", "another script", "too long")),
-        ("2.0", "words"),
-        *(("2.5", name) for name in ("nothing", "words", "too long")),
-        ("interleaved", "words"),
-        *(pytest.param("2.3", name, marks=pytest.mark.thorough) for name in ("a word", "words")),
-        *(
-            pytest.param("2.0", name, marks=pytest.mark.thorough)
-            for name in ("nothing", "a word", "another script", "too long")
-        ),
-        *(pytest.param("2.5", name, marks=pytest.mark.thorough) for name in ("a word", "another script")),
-        *(
-            pytest.param("interleaved", name, marks=pytest.mark.thorough)
-            for name in ("nothing", "a word", "another script", "too long")
-        ),
-    ],
-    indirect=["folder"],
-)
+@pytest.mark.parametrize("name", PROMPTS)
 def test_prompts_become_the_texts_that_diffusers_makes(name, folder, theirs, ours):
     ids, mask, cuts = text.tokenize_prompt(ours.tokenizer, PROMPTS[name])
     expected_mask, expected = theirs(PROMPTS[name])
@@ -174,11 +155,7 @@ def test_weights_are_read_under_their_names_in_other_versions_of_transformers(pr
     [
         ("connectors", {"audio_connector_num_learnable_registers": None}, "None.*audio"),
         ("connectors", {"video_connector_num_learnable_registers": 100}, r"\b100\b.*video"),
-        (
-            "connectors",
-            {"text_proj_in_factor": 26},
-            r"text_proj_in_factor 26\b.*num_hidden_layers 48\b.*\b49\b",
-        ),
+        ("connectors", {"text_proj_in_factor": 26}, r"text_proj_in_factor 26\b.*num_hidden_layers 48\b.*\b49\b"),
         ("text_encoder", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ],
 )

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.children import run_on_devices
-from tests.wan_tpu import ltx2_worker
+from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families.ltx2 import components, positions, transformer
+from wan_tpu.families.ltx2.guidance import evaluations
 from wan_tpu.families.ltx2.small import make_checkpoint
+from wan_tpu.families.ltx2.spec import Ltx2Spec
+from wan_tpu.families.ltx2.streams.modulation import Times
+from wan_tpu.runtime.components import load_component
 from wan_tpu.runtime.mesh import make_mesh
 
 GRID, SOUND, TEXT = (3, 2, 5), 11, 12
-TIME = 640.5
+TIME, FPS = 640.5, 24.0
 # How many latent frames, and latents of the sound, have no noise, some, and again none.
 KNOWN = {"nothing": {}, "image": {"frames": [1, 2]}, "ends": {"frames": [1, 1, 1], "sounds": [3, 6, 2]}}
 KINDS = ["ltx-2.3", "ltx-2", "ltx-2.5"]
@@ -62,6 +66,27 @@ def draw_inputs(config, *, known, cross_timestep=True):
     )
 
 
+def predict(folder, mesh, inputs):
+    """Return the predictions of video [E, L, C] and sound [E, A, C] for `inputs`, by the names of the arguments."""
+    config = Ltx2Spec.open(Checkpoint(folder)).config
+    loaded = load_component(Checkpoint(folder), components.transformer(config), "float32", mesh)
+    video, audio, text, audio_text = (inputs[name] for name in ("video", "audio", "text", "audio_text"))
+    frames, sounds = inputs.get("frames", [video.shape[2]]), inputs.get("sounds", [len(audio)])
+    counts = transformer.LatentCounts(tuple(map(int, frames)), tuple(map(int, sounds)))
+    tables = positions.make_tables(config.transformer, video.shape[2:], len(audio), FPS)
+
+    @jax.jit
+    def run(params, video, audio, conditions):
+        return transformer.predict(
+            loaded.module, params, mesh, video, audio, conditions, counts, evaluations(config, 4)
+        )
+
+    time = inputs["time"]
+    times = Times(*(inputs.get(f"{name} times", time) for name in Times._fields))
+    conditions = transformer.Conditions(times, text, audio_text, tables, inputs.get("marker"))
+    return [np.asarray(part) for part in run(loaded.params, video, audio, conditions)]
+
+
 @torch.no_grad()
 def predict_theirs(theirs, inputs, *, cross_timestep=True):
     """Return what diffusers' pipelines compute: the prompt's, the negative prompt's, perturbed, isolated."""
@@ -95,7 +120,7 @@ def predict_theirs(theirs, inputs, *, cross_timestep=True):
                 num_frames=GRID[0],
                 height=GRID[1],
                 width=GRID[2],
-                fps=ltx2_worker.FPS,
+                fps=FPS,
                 audio_num_frames=SOUND,
                 use_cross_timestep=cross_timestep,
                 video_keyframes_mask=marked,
@@ -125,21 +150,9 @@ def test_every_evaluation_is_that_of_diffusers(known, cross_timestep, folder, th
     inputs = draw_inputs(theirs.config, known=known, cross_timestep=cross_timestep)
     mesh = make_mesh((1, 1, 1), heads=4, devices=jax.devices()[:1])
     with jax.default_matmul_precision("highest"):
-        ours = ltx2_worker.predict(folder, mesh, inputs)
+        ours = predict(folder, mesh, inputs)
     for mine, expected in zip(ours, predict_theirs(theirs, inputs, cross_timestep=cross_timestep), strict=True):
         assert mine.shape == expected.shape
         assert difference(mine, expected) < 1e-5
     first = ours[0][0]
     assert all(difference(other, first) > 1e-3 for other in ours[0][1:])  # Each evaluation differs.
-
-
-@pytest.mark.meshes
-@pytest.mark.long
-@pytest.mark.parametrize("folder", KINDS[:1], indirect=True)
-def test_eight_devices_give_what_one_gives(folder, theirs, tmp_path):
-    inputs = draw_inputs(theirs.config, known="ends")
-    np.savez(tmp_path / "inputs.npz", **inputs)
-    run_on_devices("tests.wan_tpu.ltx2_worker", folder, tmp_path / "inputs.npz", tmp_path / "out.npz", count=8)
-    predictions = dict(np.load(tmp_path / "out.npz"))
-    for name, value in predictions.items():
-        assert difference(value, predictions[f"1x1x1 {name.split()[1]}"]) < 1e-4, name

@@ -52,15 +52,6 @@ def test_second_stage_has_three_steps_without_guidance_at_twice_the_size(kind):
     assert np.array_equal(levels[-3:], np.float32(SECOND_STAGE_SIGMAS))
 
 
-@pytest.mark.parametrize("kind", GUIDED)
-def test_guided_models_have_one_stage_unless_asked(kind):
-    spec = published_spec(kind)
-    [expert] = spec.plan(GenerationRequest(prompt="a cat")).experts
-    assert expert.stage == "denoise"
-    assert spec.stages == ("encoder", "denoise", "decoder")
-    assert spec.size_multiple == 32
-
-
 def test_distilled_adapter_is_for_the_second_stage_alone():
     made = plan()
     assert not made.request.adapters_for("denoise")

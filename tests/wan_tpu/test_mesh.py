@@ -75,10 +75,9 @@ def test_every_weight_of_the_published_models_matches_one_rule(kind):
     "kind",
     [
         "wan2.1-i2v-14b-480p",
-        pytest.param("minimax-h3", marks=pytest.mark.long),
         *(
             pytest.param(kind, marks=pytest.mark.thorough)
-            for kind in ("cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled")
+            for kind in ("cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3-distilled", "minimax-h3")
         ),
     ],
 )

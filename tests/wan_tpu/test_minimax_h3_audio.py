@@ -1,4 +1,4 @@
-"""MiniMax-H3's sound: our decoder against diffusers' block, on one device and on several, always in float32."""
+"""MiniMax-H3's sound: our decoder against diffusers' block, always in float32."""
 
 import dataclasses
 import functools
@@ -12,13 +12,13 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3Audio
 from diffusers.modular_pipelines.minimax_h3.decoders import MiniMaxH3AudioDecodeStep
 
-from tests.children import run_on_devices
-from tests.wan_tpu.minimax_h3_audio_worker import load
 from wan_tpu import CheckpointError
+from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.minimax_h3 import audio
+from wan_tpu.families.minimax_h3.config import MiniMaxH3Config
 from wan_tpu.families.minimax_h3.published import PUBLISHED
 from wan_tpu.families.shared.values import set_own_values
-from wan_tpu.runtime.components import abstract_component
+from wan_tpu.runtime.components import abstract_component, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
 # torch's older weight norm, which diffusers uses.
@@ -26,6 +26,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:Fut
 
 CHANNELS, LATENTS = 4, 5
 MODEL = PUBLISHED["minimax-h3"]
+
+
+def open_config(folder):
+    """Return the configuration of a checkpoint's sound; the rest is empty."""
+    empty = {field.name: {} for field in dataclasses.fields(MiniMaxH3Config)}
+    return MiniMaxH3Config(**empty | {"audio_vae": Checkpoint(folder).config("audio_vae"), "text_layer": 1})
+
+
+def load(folder, dtype="float32"):
+    """Return the sound's decoder and its jitted function of weights and latents."""
+    mesh = make_mesh((1, 1, 1), heads=2)
+    loaded = load_component(Checkpoint(folder), audio.audio_decoder(open_config(folder)), dtype, mesh)
+    return loaded, jax.jit(functools.partial(audio.decode, loaded.module))
 
 
 @pytest.fixture(scope="module")
@@ -111,34 +124,6 @@ def test_infinite_samples_are_not_clipped_before_they_are_checked(ours):
     assert not np.isfinite(decode(louder, draw_rows())).any()
 
 
-def test_only_the_decoder_is_read(ours):
-    assert {name.split(".")[0] for name in ours[0].params} == {"decoder", "dec_in_proj"}
-
-
-def test_every_weight_matters(ours):
-    """The comparison above would miss one that has no effect in the small checkpoint."""
-    loaded, decode = ours
-    samples = np.asarray(decode(loaded.params, draw_rows()))
-    for name, weight in loaded.params.items():
-        # Weight norm ignores a weight's size, not its direction.
-        changed = np.asarray(weight) * np.linspace(0.5, 1.5, weight.size, dtype=np.float32).reshape(weight.shape) + 0.1
-        # On the weight's own devices: otherwise each were compiled again.
-        other = loaded.params | {name: jax.device_put(changed.astype(np.float32), weight.sharding)}
-        assert not np.array_equal(samples, decode(other, draw_rows())), name
-
-
-@pytest.mark.thorough
-def test_devices_share_the_sound(folder, decode_theirs, tmp_path):
-    """A long one in parts of a channel, a short one by channel."""
-    rows = {"long": draw_rows(201), "short": draw_rows()}
-    np.savez(tmp_path / "latents.npz", **rows)
-    out = tmp_path / "samples.npz"
-    run_on_devices("tests.wan_tpu.minimax_h3_audio_worker", folder, tmp_path / "latents.npz", out, count=4)
-    samples = np.load(out)
-    for name, latents in rows.items():
-        assert relative(samples[name], decode_theirs(latents)) < 1e-5
-
-
 def test_published_sound_has_800_samples_a_latent():
     """207 latents of each channel for 124 frames: 5.175 s at 32 kHz."""
     with warnings.catch_warnings():
@@ -147,17 +132,6 @@ def test_published_sound_has_800_samples_a_latent():
     latents = jax.ShapeDtypeStruct((1, 2 * 207, 32), jnp.float32)
     samples = jax.eval_shape(functools.partial(audio.decode, loaded.module), loaded.params, latents)
     assert samples.shape == (2, 207 * 800)
-
-
-def test_operations_are_counted():
-    """As the convolutions' sizes say: of two channels, two for each weight and each row that it multiplies."""
-    flops, rows, width = 32 * 2048 * 207 + 7 * 2048 * 1024 * 207, 207, 1024
-    for rate, taps in zip((5, 5, 2, 2, 2, 2, 2), (9, 9, 4, 4, 4, 4, 4), strict=True):
-        flops += rows * taps * width * width // 2
-        rows, width = rows * rate, width // 2
-        flops += rows * 6 * (3 + 7 + 11) * width**2
-    # The rest are the filters around activations.
-    assert audio.count_flops(MODEL, 2 * 207) == pytest.approx(2 * 2 * flops, rel=0.05)
 
 
 @pytest.mark.parametrize(

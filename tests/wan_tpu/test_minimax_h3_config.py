@@ -3,34 +3,28 @@
 import copy
 import dataclasses
 import hashlib
-import inspect
 import json
 
-import diffusers
 import numpy as np
 import pytest
 import torch
 import transformers
-from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ModularPipeline
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
 from PIL import Image
 
 from tests.wan_tpu import minimax_h3_files
-from tests.wan_tpu.minimax_h3_files import FILES, INDEX, REPOSITORY, SUMS
+from tests.wan_tpu.minimax_h3_files import FILES, INDEX, SUMS
 from tests.wan_tpu.published_files import write
 from wan_tpu import CheckpointError, Conditioning, GenerationRequest, InvalidRequest
-from wan_tpu.aot.programs import AbstractRuntime, programs_by_images, stage_programs
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families import open_spec, published_spec
-from wan_tpu.families.minimax_h3 import FAMILY, classes, published
-from wan_tpu.families.minimax_h3.config import TEXT_LAYER, read_config
+from wan_tpu.families.minimax_h3 import classes, published
+from wan_tpu.families.minimax_h3.config import read_config
 from wan_tpu.families.minimax_h3.published import PUBLISHED
-from wan_tpu.families.minimax_h3.small import make_checkpoint
-from wan_tpu.families.model import open_model, published_model
+from wan_tpu.families.model import published_model
 from wan_tpu.families.shared import t5
 from wan_tpu.plan import AUDIO, VIDEO
 from wan_tpu.reference import Reference
-from wan_tpu.runtime.mesh import make_mesh
 
 MODEL = PUBLISHED["minimax-h3"]
 SPEC = published_spec("minimax-h3")
@@ -49,11 +43,6 @@ def folder(tmp_path):
         return write(tmp_path / "model", files)
 
     return write_files
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("small") / "model")
 
 
 def test_files_are_written_down_as_published():
@@ -102,39 +91,7 @@ def test_index_that_names_another_vae_is_refused(entry, message, folder):
         read_config(Checkpoint(source))
 
 
-def test_small_checkpoint_is_one_that_diffusers_opens(small):
-    pipeline = diffusers.ModularPipeline.from_pretrained(str(small), workflow="t2va")
-    assert isinstance(pipeline, MiniMaxH3ModularPipeline)
-    pipeline.load_components(names=["tokenizer", "transformer", "vae", "audio_vae", "scheduler", "audio_scheduler"])
-    config = read_config(Checkpoint(small))
-    assert pipeline.transformer.config.hidden_size == config.transformer["hidden_size"]
-    assert len(pipeline.tokenizer("A cat.")["input_ids"]) == 6
-    assert [pipeline.scheduler.config.shift, pipeline.audio_scheduler.config.shift] == [12, 3]
-
-
-def test_small_checkpoint_reads_as_the_published_one_does(small):
-    config = read_config(Checkpoint(small))
-    for name in ("transformer", "text_encoder", "vision", "vae", "audio_vae", "scheduler", "audio_scheduler"):
-        assert {*getattr(config, name)} == {*getattr(MODEL, name)}, name
-    assert published.recognise(config) == published.CUSTOM
-    assert (config.text_layer, MODEL.text_layer) == (config.text_encoder["num_hidden_layers"] - 1, TEXT_LAYER)
-
-
 # ---- What is left out, and what must not differ.
-
-
-@pytest.mark.parametrize(
-    ("kind", "ours"),
-    [
-        (diffusers.MiniMaxH3Transformer3DModel, classes.TRANSFORMER),
-        (diffusers.AutoencoderKLMiniMaxH3, classes.VAE),
-        (diffusers.AutoencoderKLMiniMaxH3Audio, classes.AUDIO_VAE),
-        (diffusers.MiniMaxH3Scheduler, classes.SCHEDULER),
-    ],
-)
-def test_keys_that_a_file_lacks_have_the_class_s_defaults(kind, ours):
-    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
-    assert json.loads(json.dumps({parameter.name: parameter.default for parameter in parameters})) == ours
 
 
 @pytest.mark.parametrize(
@@ -202,15 +159,6 @@ def test_text_encoder_that_would_be_computed_otherwise_is_refused(changed, messa
 
 
 # ---- Sampling.
-
-
-def test_defaults_are_those_of_diffusers():
-    plan = SPEC.plan(GenerationRequest(prompt="a cat"))
-    request, pipeline = plan.request, MiniMaxH3ModularPipeline
-    assert (request.steps, request.frames, request.fps) == (49, 124, 24)  # diffusers' 50 points and 124 frames
-    assert (request.height, request.width) == resolve_canvas_size(16, 9, 32, 768, 768 * 1344)
-    assert plan.has_sound and not any(expert.guided for expert in plan.experts)
-    assert request.frames / 24 >= pipeline.min_duration.fget(None)
 
 
 @pytest.mark.parametrize("picture", [(9, 16), (16, 9), (1, 1), (3, 4), (4, 3), (21, 9), (9, 21), (431, 600)])
@@ -326,22 +274,6 @@ def test_only_another_number_of_keyframes_takes_other_programs():
     assert {stage for stage in both if both[stage] != first[stage]} == {"encoder", "denoise"}
 
 
-def test_programs_compiled_ahead_are_those_of_every_number_of_keyframes(small):
-    model = open_model(Checkpoint(small))
-    runtime = AbstractRuntime(model, make_mesh((1, 1, 1), heads=model.spec.heads), "float32")
-    request = GenerationRequest(height=64, width=96).resolve(model.spec.defaults)
-    groups = programs_by_images(runtime, request)
-    names = [name for group in groups.values() for name, *_ in group]
-    assert list(groups) == [1, 0, 2]
-    usual = ["text_encoder", "vae_encoder first", "text keys", "denoise step"]
-    decoders = ["audio_decoder", "decoder first", "decoder later"]
-    differ = ["text_encoder", "text keys", "denoise step"]
-    others = [f"{name}, {kind}" for kind in ("no image", "two images") for name in differ]
-    assert [name for name in names if name != "decoder later, last"] == [*usual, *decoders, *others]
-    encoder = stage_programs(runtime, request, ["encoder"], images=2)
-    assert encoder["vae_encoder first"][2] == 2  # Once for each keyframe.
-
-
 @pytest.mark.parametrize(("anchors", "expected"), [([0], (True, False)), ([1], (False, True)), ([0, 1], (True, True))])
 def test_files_between_stages_say_which_keyframes_there_are(anchors, expected):
     latents = np.zeros((1, 8, len(anchors), 4, 6), np.float32)
@@ -355,8 +287,3 @@ def test_preset_distilled_from_text_alone_takes_no_keyframes(images):
     with pytest.raises(InvalidRequest, match=r"image.*fasth3.*turbo-4.*turbo-8"):
         SPEC.plan(request)
     assert SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4", **images)).images == len(images)
-
-
-def test_example_is_the_published_repository():
-    assert FAMILY.example == REPOSITORY
-    assert all(part in FAMILY.licence for part in ("EU", "UK", "South Korea", "USA", "20 million", "MiniMax H3"))

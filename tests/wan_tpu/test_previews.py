@@ -126,14 +126,7 @@ def test_previews_are_due_after_each_quarter_but_not_at_the_end():
     def due(first, stop):
         return dataclasses.replace(plan, experts=(Expert("denoise", first, stop, True),)).preview_steps
 
-    assert [due(0, steps) for steps in (1, 2, 3, 4, 8, 50)] == [
-        (),
-        (1,),
-        (1, 2),
-        (1, 2, 3),
-        (2, 4, 6),
-        (13, 25, 38),
-    ]
+    assert [due(0, steps) for steps in (1, 2, 3, 4, 8, 50)] == [(), (1,), (1, 2), (1, 2, 3), (2, 4, 6), (13, 25, 38)]
     assert due(10, 50) == (20, 30, 40)
 
 

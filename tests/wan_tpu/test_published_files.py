@@ -8,6 +8,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import transformers
+from diffusers.pipelines import ltx2 as pipelines
 
 from tests.wan_tpu import ltx2_files, minimax_h3_files, published_files
 from tests.wan_tpu.published_files import EULER, WAN_I2V, write
@@ -20,6 +21,8 @@ from wan_tpu.families.cogvideox import published as cogvideox
 from wan_tpu.families.cogvideox.config import SCHEDULER
 from wan_tpu.families.hunyuan15 import published as hunyuan15
 from wan_tpu.families.hunyuan15.config import GUIDER
+from wan_tpu.families.ltx2 import classes as ltx2
+from wan_tpu.families.minimax_h3 import classes as minimax_h3
 from wan_tpu.families.model import open_model
 from wan_tpu.families.shared.settings import ENCODERS, FLOW_MATCH_EULER, UNIPC
 from wan_tpu.families.wan import published as wan
@@ -152,6 +155,19 @@ def test_names_of_models_are_addresses_unless_a_folder_has_that_name(tmp_path, m
         (diffusers.AutoencoderKLCogVideoX, cogvideox.VAE_2B),
         (diffusers.HunyuanVideo15Transformer3DModel, hunyuan15.TRANSFORMER),
         (diffusers.AutoencoderKLHunyuanVideo15, hunyuan15.VAE),
+        (diffusers.LTX2VideoTransformer3DModel, ltx2.TRANSFORMER),
+        (pipelines.LTX2TextConnectors, ltx2.CONNECTORS),
+        (diffusers.AutoencoderKLLTX2Video, ltx2.VAE),
+        (diffusers.AutoencoderKLLTX2Audio, ltx2.AUDIO_VAE),
+        (pipelines.LTX2Vocoder, ltx2.VOCODER),
+        (pipelines.LTX2VocoderWithBWE, ltx2.VOCODER_BWE),
+        (pipelines.LTX2LatentUpsamplerModel, ltx2.UPSAMPLER),
+        (diffusers.LTX2VideoDiffusionDecoderModel, ltx2.DIFFUSION_DECODER),
+        (diffusers.FlowMatchEulerDiscreteScheduler, ltx2.SCHEDULER),
+        (diffusers.MiniMaxH3Transformer3DModel, minimax_h3.TRANSFORMER),
+        (diffusers.AutoencoderKLMiniMaxH3, minimax_h3.VAE),
+        (diffusers.AutoencoderKLMiniMaxH3Audio, minimax_h3.AUDIO_VAE),
+        (diffusers.MiniMaxH3Scheduler, minimax_h3.SCHEDULER),
     ],
 )
 def test_what_a_file_leaves_out_is_what_diffusers_class_takes(kind, ours):

@@ -140,23 +140,21 @@ def test_failures_are_not_shipped_and_do_not_end_the_run(
 
 
 def cheapest_programs() -> list[Any]:
-    """Return the cheapest program to compile of each of three models, and one with our attention, a step if possible.
+    """Return the cheapest program to compile, and for `make thorough` one with our attention, a step if possible.
 
-    That one takes a minute of a core at most, in `make thorough`.
+    That one takes a minute of a core at most.
     """
-    cheapest: dict[str, tuple[float, ShippedPlan, str]] = {}
+    cheapest: list[tuple[float, str, ShippedPlan, str]] = []
     attention: list[tuple[bool, float, str, ShippedPlan, str]] = []
     for model, shipped in SHIPPED:
         for program in (program for stage in shipped.fields["stages"] for program in stage["programs"]):
             if program["compiled"]["refused"]:
                 continue
             cpu_s, name = program["compiled"]["compile_cpu_s"], program["name"]
-            candidate = cpu_s, shipped, name
-            cheapest[model] = min(cheapest.get(model, candidate), candidate, key=lambda entry: entry[0])
+            cheapest.append((cpu_s, model, shipped, name))
             if program["optimistic"]["by_category"][ATTENTION]["estimate"] > 0 and cpu_s <= 60:
                 attention.append((name not in DENOISE_PROGRAMS, cpu_s, model, shipped, name))
-    models = sorted(cheapest, key=lambda model: cheapest[model][0])[:3]
-    chosen = [(model, *cheapest[model][1:]) for model in models]
+    chosen = [entry[1:] for entry in sorted(cheapest, key=lambda entry: entry[:2])[:1]]
     with_attention = [entry[2:] for entry in sorted(attention, key=lambda entry: entry[:2])[:1]]
     return [*chosen, *(pytest.param(*entry, marks=pytest.mark.thorough) for entry in with_attention)]
 

@@ -143,8 +143,7 @@ def test_long_and_narrow_image_takes_no_more_memory_than_what_is_seen_of_it(fit,
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["wan2.1-flf2v-14b-720p", "wan2.2-ti2v-5b", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3"],
+    "name", ["wan2.1-flf2v-14b-720p", "wan2.2-ti2v-5b", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-480p-i2v", "ltx-2.3"]
 )
 def test_circle_stays_a_circle_where_another_shape_is_asked_for(name):
     photo, model = Image.new("RGB", (600, 800)), published_model(name)

@@ -1,4 +1,4 @@
-"""Whole videos with sound on eight devices: every stage, and what passes between them."""
+"""Whole videos on eight devices: every stage, and what passes between them."""
 
 import json
 
@@ -13,6 +13,7 @@ FIELDS = {"prompt": "A cat plays the piano.", "image": str(PHOTO), "seed": 3, "h
 REQUESTS = {
     "both images": ("minimax-h3", FIELDS | {"last_image": str(PHOTO), "width": 96, "steps": 2}),
     "two stages": ("ltx-2.3-distilled", FIELDS | {"width": 128, "frames": 9}),
+    "chunks of two frames": ("cogvideox1.5-5b-i2v", FIELDS | {"width": 96, "frames": 17, "steps": 2}),
     # Fewer tokens, and fewer latents of the sound, than devices.
     "one frame": ("ltx-2.3-distilled", FIELDS | {"image": None, "width": 64, "frames": 1}),
 }

@@ -76,7 +76,7 @@ def test_it_is_fastvideos(grid, interpret):
         np.testing.assert_allclose(coarse[tiles.of_rows[: len(order)]], of_tiles, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("interpret", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["plain", "kernels"])
 def test_a_device_may_have_a_part_of_the_rows_and_some_of_the_heads(interpret):
     tiles, arrays, order = draw_rows((9, 8, 9), 3, 100)
     layer = video_sparse.VideoSparse(tiles, tiles.kept(SPARSITY))

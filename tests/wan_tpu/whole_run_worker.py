@@ -1,4 +1,4 @@
-"""Makes a video with sound on one device and on all. test_sound_on_meshes.py runs it on eight devices.
+"""Makes a video, with sound or without, on one device and on all. test_sound_on_meshes.py runs it on eight devices.
 
 Arguments: a checkpoint's folder, the fields of a request as JSON, and where to write the videos.
 """
@@ -22,5 +22,5 @@ if __name__ == "__main__":
         for state in states:
             arrays |= {f"latents {state.step}": state.latents, f"sound {state.step}": state.audio}
         name = "x".join(map(str, shape))
-        parts |= {f"{name} {part}": np.asarray(value) for part, value in arrays.items()}
+        parts |= {f"{name} {part}": np.asarray(value) for part, value in arrays.items() if value is not None}
     np.savez(out, **parts)
