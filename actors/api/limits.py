@@ -1,4 +1,4 @@
-"""Every limit on what clients can cost the service, in one place."""
+"""The limits on what clients can cost ingresses and workers; HAProxy's are in cluster/provision/haproxy.cfg."""
 
 import dataclasses
 import math

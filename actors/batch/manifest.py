@@ -14,7 +14,6 @@ with the number of earlier lines.
 """
 
 import dataclasses
-import functools
 import io
 import itertools
 import threading
@@ -168,7 +167,9 @@ class _Reader:
 
     def __init__(self, folder: str, model: ModelSpec, check_adapter: Callable[[RequestedAdapter], object]) -> None:
         """Start relative paths at `folder`."""
-        self._folder, self._model, self._check_adapter = folder, model, functools.cache(check_adapter)
+        self._folder, self._model, self._check = folder, model, check_adapter
+        self._checked: dict[RequestedAdapter, WanTpuError | None] = {}  # What was said of each adapter.
+        self._checking = threading.Lock()
         self._pictures: dict[str, Picture | str] = {}  # By location; a string says why an image can't be read.
         self._sources: dict[str, Source | None] = {}  # By location.
         # By the text of the fields; a string says why they are invalid.
@@ -208,6 +209,9 @@ class _Reader:
             images = {name: self._get_picture(place) for name, place in places.items()}
             request = GenerationRequest(**texts)
             settings = self._get_settings(line, texts, images)
+            if prompts := line.segments.get("next_prompts"):
+                first = fix_length(self._model, settings.plan(texts, images)).request
+                check_segments(self._model, first, prompts, line.segments.get("continue_by"))
             if not request.prompt:  # Settings are planned once for all of their lines' texts.
                 settings.plan(texts, images).check_prompt()
         except WanTpuError as error:
@@ -238,7 +242,7 @@ class _Reader:
     def _get_settings(self, line: ParsedLine, texts: dict[str, Any], images: Mapping[str, Picture]) -> LineSettings:
         """Return the settings of a line, planned for the first line that has them."""
         sizes = [(name, picture.height, picture.width) for name, picture in images.items()]
-        key = repr((line.fields, sizes, "next_prompts" in line.segments, line.segments.get("continue_by")))
+        key = repr((line.fields, sizes))
         with self._lock:
             future = self._settings.get(key)
             if is_new := future is None:
@@ -264,9 +268,6 @@ class _Reader:
             resolved = plan.request
             for adapter in resolved.loras:
                 self._check_adapter(adapter)
-            if prompts := line.segments.get("next_prompts"):
-                first = fix_length(self._model, plan).request
-                check_segments(self._model, first, prompts, line.segments.get("continue_by"))
         except WanTpuError as error:
             return str(error)
         files = resolved.video, *(reference.path for reference in resolved.references or ())
@@ -275,6 +276,18 @@ class _Reader:
         sources = [source for place in dict.fromkeys(paths) if (source := self._get_source(place)) is not None]
         decides = request.to_json() | ({_IN_BUCKETS: digests} if digests else {})
         return LineSettings(self._model, line.fields, decides, tuple(sources))
+
+    def _check_adapter(self, adapter: RequestedAdapter) -> None:
+        with self._checking:
+            if adapter not in self._checked:
+                try:
+                    self._check(adapter)
+                except WanTpuError as error:
+                    self._checked[adapter] = error
+                else:
+                    self._checked[adapter] = None
+            if (problem := self._checked[adapter]) is not None:
+                raise problem
 
     def _get_source(self, place: str) -> Source | None:
         if place not in self._sources:

@@ -20,6 +20,9 @@ _RETRY_S = 60.0  # Pause before another attempt at a file that couldn't be remov
 _REMOVING = 1.0
 
 
+_WAITS = Job.status == QUEUED
+
+
 class Retention:
     """Removes expired jobs and files that nobody needs. Any number of processes may do so at once."""
 
@@ -75,12 +78,16 @@ class Retention:
 
         Claims keep them as well, but the job may wait for longer than they stay.
         """
-        with self._database.write() as session:
+        with self._database.read() as session:
             is_pending = File.delete_at > self._database.now(session)
-            jobs = select(Job).where(Job.status == QUEUED, Job.id.in_(select(File.job).where(is_pending)))
-            for job in session.scalars(jobs.with_for_update(skip_locked=True)):
-                needed = (File.job == job.id) & File.name.in_(job.needed_files)
-                session.execute(update(File).where(needed, is_pending).values(delete_at=None))
+            pairs = session.execute(select(Job, File.name).join(File, File.job == Job.id).where(_WAITS, is_pending))
+            expiring = {job.id for job, name in pairs if name in job.needed_files}
+        for key in expiring:
+            with self._database.write() as session:
+                job = session.scalar(select(Job).where(_WAITS, Job.id == key).with_for_update(skip_locked=True))
+                if job is not None:
+                    needed = (File.job == job.id) & File.name.in_(job.needed_files)
+                    session.execute(update(File).where(needed, File.delete_at.is_not(None)).values(delete_at=None))
 
     def _list_due(self) -> list[str]:
         with self._database.read() as session:

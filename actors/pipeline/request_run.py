@@ -193,11 +193,11 @@ class RequestRun:
             log.warning("%s: %s; its decoder begins again", self._key, error)
         if self._decodings < self._limits.stage_attempts:  # Otherwise everything is decoded together at the end.
             self._decodings += 1
-            if self._draws_noise:
-                self._scope.expect_latents()
             self._decoding = asyncio.create_task(self._follow_ahead())
 
     async def _follow_ahead(self) -> StageResult:
+        if self._draws_noise:
+            await self._scope.expect_latents()
         pool = self._connection.open_stream(DECODER, self._plan.shapes[DECODER])
         try:
             return await self._follow(DECODER, pool.decode.remote(self._sent, None), is_concurrent=True)
@@ -208,7 +208,9 @@ class RequestRun:
         latents = self._state
         assert latents is not None
         if self._draws_noise and self._decoding is not None and self._decoding.done():
-            self._decoding.exception()  # Marks it as retrieved. The noise is lost, and nothing else.
+            if (error := self._decoding.exception()) is not None:  # The noise is lost, and nothing else.
+                self._avoid(getattr(error, "replica", None))
+                log.warning("%s: %s; its decoder begins again", self._key, error)
             self._decoding = None
         if self._decoding is not None:
             self._connection.status.report_request(self._key, DECODER, steps=self._plan.steps)
@@ -314,7 +316,8 @@ class RequestRun:
                             step_s = None if event.step is None else event.seconds
                             where = self._key, event.stage, event.step or 0, steps
                             status.report_request(*where, step_s, event.slice, event.chosen)
-                        if self._draws_noise and event.step is not None and event.step < steps:
+                        # The router counts a decoder that draws noise as busy, so that begins in the last quarter.
+                        if self._draws_noise and event.step is not None and 0.75 * (steps - 1) <= event.step < steps:
                             self._decode_ahead(events)
                     elif isinstance(event, InputsTaken):
                         on_inputs()

@@ -106,9 +106,9 @@ class RequestScope:
             raise InputLost(f"the latents of chunk {chunk} are no longer in the object store")
         return refs.get(handle)
 
-    def expect_latents(self) -> None:
-        """Have a decoder wait for the request's final latents in `wait_for_latents`, without waiting for the store."""
-        self._actor.expect_latents.remote(self._number)
+    async def expect_latents(self) -> None:
+        """Let a decoder wait for the request's final latents in `wait_for_latents`."""
+        await self._actor.expect_latents.remote(self._number)
 
     def offer_latents(self, handle: RefHandle) -> None:
         """Give the final latents to the decoder that expects them, without waiting for the store."""

@@ -15,6 +15,8 @@ from tests.actors.api.test_extensions import packets
 from tests.actors.small_spec import MOTION_SPEC, SPEC, MotionSpec
 from tests.conftest import PHOTO
 from tests.wan_tpu.minimax_h3_ref2va import write_sound
+from wan_tpu.families import open_spec
+from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.wan.published import PUBLISHED
 from wan_tpu.media.video import VideoWriter
 from wan_tpu.storage.local import LocalStorage
@@ -123,3 +125,17 @@ def test_what_cant_be_made_is_refused(run, tmp_path):
     ):
         report, engine, _ = run(spec, id="dog", **fields)
         assert report.count("invalid") and not engine.requests, fields  # Known before there is an engine.
+
+
+def test_a_later_prompt_that_is_refused_costs_no_other_line(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    prompts = ["word " * 5000], ["it falls"], ["word " * 5000]
+    path.write_text(
+        "\n".join(
+            json.dumps({"prompt": "a", "seed": i, "next_prompts": p, "truncate_prompt": False})
+            for i, p in enumerate(prompts)
+        )
+    )
+    manifest = read_manifest(path, open_spec(make_checkpoint(tmp_path / "h3")))
+    assert [entry.seed for entry in manifest.entries] == [1]
+    assert all("next_prompts, number 1" in bad.reason for bad in manifest.bad)

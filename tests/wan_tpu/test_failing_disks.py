@@ -132,6 +132,7 @@ def test_inputs_on_a_failing_disk_are_not_the_requests_fault(tmp_path):
         ("echo '[enc:libx264 @ 0x5] Error while opening encoder' >&2; exit 187", Unavailable),
         ("echo '[enc:mjpeg @ 0x5] Error while opening encoder' >&2; exit 234", InvalidRequest),  # It has 70000 columns.
         ("echo '    title   : Cannot allocate memory' >&2; exit 69", InvalidRequest),
+        ("echo '    title   : Error while opening encoder' >&2; exit 69", InvalidRequest),
         ("kill -SEGV $$", InvalidRequest),
     ],
 )

@@ -40,7 +40,7 @@ _SHORTAGE = re.compile(
     re.M,
 )
 # x264 says nothing else where it gets no thread. An encoder exits so where it can't take the file's size.
-_NO_ENCODER, _WRONG_SIZE = b"Error while opening encoder", 256 - errno.EINVAL
+_NO_ENCODER, _WRONG_SIZE = re.compile(rb"^\S.*Error while opening encoder", re.M), 256 - errno.EINVAL
 
 
 def run_ffmpeg(
@@ -92,7 +92,7 @@ def run_ffmpeg(
         ended_by = signal.Signals(-process.returncode).name
         raise Unavailable(f"ffmpeg was killed ({ended_by}) at {subject}; check this machine's memory")
     # A run that goes on without memory may have written fewer frames.
-    no_encoder = _NO_ENCODER in messages and process.returncode != _WRONG_SIZE
+    no_encoder = _NO_ENCODER.search(messages) and process.returncode != _WRONG_SIZE
     if process.returncode in _SHORTAGE_EXITS or no_encoder or _SHORTAGE.search(messages):
         raise Unavailable(f"ffmpeg gets too little memory or too few threads for {subject}; check this machine")
     return subprocess.CompletedProcess(command, process.returncode, output, messages)

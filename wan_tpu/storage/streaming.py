@@ -10,9 +10,9 @@ _client: dict[str, str] = {}  # The scheme that the streamer has a client of in 
 def can_stream(location: str) -> bool:
     """Return whether the streamer can read a path or address in this process, after setting its environment.
 
-    Its C++ clients use other variables instead of STORAGE_EMULATOR_HOST and AWS_ENDPOINT_URL. They never send
-    who pays, even if the variables for that are set. The library loads the client of only one service, the first
-    one used, and treats every bucket as that service's.
+    Its C++ clients use another variable instead of STORAGE_EMULATOR_HOST, and AWS_ENDPOINT_URL with buckets in paths.
+    They never send who pays, even if the variables for that are set. The library loads the client of only one service,
+    the first one used, and treats every bucket as that service's.
     """
     if not is_bucket(location):
         return True

@@ -55,14 +55,14 @@ def explain_refusal(text: str, allowed: Sequence[Network] = (), *, only_allowed:
     try:
         address = ipaddress.ip_address(text.partition("%")[0])  # Without an interface (fe80::1%eth0).
     except ValueError:
-        return "is not an address"
+        return "is not an address; only the public internet is allowed"
     if any(address in network for network in _CREDENTIALS):
-        return "is an address where a cloud gives credentials away"
+        return "is an address where a cloud gives credentials away; only the public internet is allowed"
     if any(address in network for network in allowed):
         return None
     if only_allowed:
-        return "is neither this machine nor in a private network"
+        return "is neither this machine nor in a private network; use https there"
     unicast = address.version == 4 or address in _IPV6
     if not unicast or not address.is_global or any(address in network for network in _REFUSED):
-        return "is not a public address"
+        return "is not a public address; only the public internet is allowed"
     return None

@@ -105,7 +105,7 @@ def check_url(url: str, settings: FetchSettings) -> httpcore.URL:
     if port not in settings.ports and not settings.local:
         raise FetchError(f"the {subject}'s URL has port {port}; allowed: {', '.join(map(str, sorted(settings.ports)))}")
     if is_address(host) and (problem := settings.explain_refusal(parts.scheme, host, port)):
-        raise FetchError(f"{host} {problem}; only the public internet is allowed")
+        raise FetchError(f"{host} {problem}")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not (host + target).isascii() or not (host + target).isprintable():
         raise FetchError(f"the {subject}'s URL has characters that must be percent-encoded; encode them")
@@ -292,7 +292,7 @@ class CheckedNetwork(httpcore.AnyIOBackend):
         for address in addresses:
             # The address isn't quoted, since it would reveal what names of this network resolve to.
             if problem := self._settings.explain_refusal(self._scheme, address, port):
-                raise FetchError(f"{host} {problem}; only the public internet is allowed")
+                raise FetchError(f"{host} {problem}")
         if not addresses:
             raise FetchError(f"the name {host} has no address; check the {self._settings.subject}'s URL")
         return next((address for address in addresses if ":" not in address), addresses[0])  # IPv4, if there is

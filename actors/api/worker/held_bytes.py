@@ -20,8 +20,8 @@ class HeldBytes:
 
     @property
     def is_full(self) -> bool:
-        """Whether the limit is reached, or a job waits for room."""
-        return self.total >= LIMIT_BYTES or self._turns.locked()
+        """Whether the limit is reached. While a job waits for room, others are claimed: most have no inputs."""
+        return self.total >= LIMIT_BYTES
 
     @contextlib.asynccontextmanager
     async def reserve(self, size: int) -> AsyncIterator[None]:

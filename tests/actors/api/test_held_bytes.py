@@ -47,7 +47,7 @@ def test_jobs_that_were_claimed_together_hold_no_more_than_the_limit(settings, t
         with working(settings, engine) as engine.tools:
             wait_for(lambda: engine.under_way == 2)
             time.sleep(1)
-            assert engine.under_way == 2 and engine.tools.held.is_full
+            assert engine.under_way == 2
             engine.go.set()
             assert all(wait_for_end(http, job)["status"] == "completed" for job in jobs)
             assert 2 * picture < max(engine.seen) <= 3 * picture and engine.tools.held.total == 0

@@ -27,7 +27,7 @@ def test_noise_is_drawn_before_the_latents_are_there(layout):
     run, _, _ = make(layout, at_s=0.0, fault=watch)
     steps = run.world.steps["r"]
     assert [step for step, _, _ in steps] == list(range(1, STEPS + 1))
-    assert steps[0][1] < drawn_s["r"] < steps[2][1]
+    assert steps[3][1] < drawn_s["r"] < steps[5][1]
     assert run.world.drawn_ahead["r"] == len(run.world.decoded["r"]) == 1
 
 

@@ -23,8 +23,8 @@ POOLS = """
   decoder: {stages: [encoder, decoder], slice: v6e-1}
   denoise: {stages: [denoise, refine], slice: v6e-1}
 """
-# So many steps that the decoder's slice is met in the middle.
-SIGMAS = tuple(np.linspace(1, 0.02, 150).round(4).tolist())
+# So many steps that the decoder's slice is met before the last one.
+SIGMAS = tuple(np.linspace(1, 0.02, 300).round(4).tolist())
 REQUEST = GenerationRequest(
     prompt="A cat purrs", height=96, width=160, frames=9, seed=3, sigmas=SIGMAS, generate_audio=False
 )

@@ -25,6 +25,7 @@ import torch
 from PIL import Image
 from transformers.audio_utils import mel_filter_bank
 
+from wan_tpu.errors import InvalidRequest
 from wan_tpu.families.ltx2 import image
 from wan_tpu.families.ltx2.config import Ltx2Config
 from wan_tpu.families.ltx2.spec import AUDIO_RATE, AUDIO_STRIDE, STRIDE, Room
@@ -176,7 +177,9 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
                 latents = next(rest)
             else:
                 given = [latents for latents in (source.latents, source.smaller) if latents is not None]
-                latents = next(latents for latents in given if latents.shape == shape)
+                latents = next((latents for latents in given if latents.shape == shape), None)
+                if latents is None:  # An earlier version has planned it.
+                    raise InvalidRequest("the end of the video before isn't one of this model's", "references")
             parts.append(latents[0].reshape(shape[1], -1).T)
     start = 0
     for part in (*parts, *rest):
