@@ -176,10 +176,11 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
             if source is None or source.pixels is not None:  # An image, or a file.
                 latents = next(rest)
             else:
-                given = [latents for latents in (source.latents, source.smaller) if latents is not None]
-                latents = next((latents for latents in given if latents.shape == shape), None)
-                if latents is None:  # An earlier version has planned it.
+                given = (source.latents, source.smaller)
+                fitting = [latents for latents in given if latents is not None and latents.shape == shape]
+                if not fitting:  # An earlier version has planned it.
                     raise InvalidRequest("the end of the video before isn't one of this model's", "references")
+                latents = fitting[0]
             parts.append(latents[0].reshape(shape[1], -1).T)
     start = 0
     for part in (*parts, *rest):
