@@ -34,7 +34,7 @@ def plan_request(model: str, **fields: int) -> ResolvedRequest:
 
 
 def test_plan_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path)
+    monkeypatch.setattr("wan_tpu.pricing.question.FOLDER", tmp_path)
     plan = make_plan()
     for date in ("2026-11-29", "2026-11-30"):  # The later one replaces the earlier one.
         shipped_plans.add(plan, "bfloat16", date)
@@ -61,7 +61,7 @@ def test_plan_survives_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_another_question_has_no_answer(
     slice_name: str, dtype: str, fields: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path)
+    monkeypatch.setattr("wan_tpu.pricing.question.FOLDER", tmp_path)
     shipped_plans.add(make_plan(), "bfloat16", "2026-11-30")
     other = Question.of(slice_name, dtype, plan_request(MODEL, **fields))
     assert shipped_plans.find(MODEL, other, ANY_MESH) is None
@@ -82,12 +82,12 @@ def test_shipped_plans_answer_today_s_defaults() -> None:
 
 
 def test_command_answers_without_a_compiler_in_three_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path)
+    monkeypatch.setattr("wan_tpu.pricing.question.FOLDER", tmp_path)
     shipped_plans.add(dataclasses.replace(make_plan(), request=plan_request(MODEL)), "bfloat16", "2026-11-30")
     measured = (
         "import pathlib, sys, time; sys.modules['libtpu'] = None; from actors.cli import main; "
-        "from wan_tpu.pricing import shipped_plans; "
-        f"shipped_plans.FOLDER = pathlib.Path({str(tmp_path)!r}); "
+        "from wan_tpu.pricing import question; "
+        f"question.FOLDER = pathlib.Path({str(tmp_path)!r}); "
         f"main(['plan', '--model', {MODEL!r}, '--slice', {SLICE.name!r}]); print(time.process_time())"
     )
     printed = subprocess.run([sys.executable, "-c", measured], capture_output=True, text=True, check=True)
@@ -96,7 +96,7 @@ def test_command_answers_without_a_compiler_in_three_seconds(tmp_path: Path, mon
 
 
 def test_write_that_fails_leaves_the_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path)
+    monkeypatch.setattr("wan_tpu.pricing.question.FOLDER", tmp_path)
     shipped_plans.add(make_plan(), "bfloat16", "2026-11-30")
     file = tmp_path / f"{MODEL}.jsonl"
     before = file.read_bytes()
@@ -130,7 +130,7 @@ def test_failures_are_not_shipped_and_do_not_end_the_run(
     compiler.write_text(COMPILER.format(python=sys.executable))
     compiler.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(compiler))
-    monkeypatch.setattr(shipped_plans, "FOLDER", tmp_path)
+    monkeypatch.setattr("wan_tpu.pricing.question.FOLDER", tmp_path)
     slices = [f"--slice=v6e-{chips}" for chips in (1, 4, 8)]
     monkeypatch.setattr(sys, "argv", ["price_models.py", f"--model={model}", f"--compiled={tmp_path}", *slices])
     assert price_models.main() == 1
