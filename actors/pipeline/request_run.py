@@ -316,7 +316,7 @@ class RequestRun:
                             step_s = None if event.step is None else event.seconds
                             where = self._key, event.stage, event.step or 0, steps
                             status.report_request(*where, step_s, event.slice, event.chosen)
-                        # The router counts a decoder that draws noise as busy, so that begins in the last quarter.
+                        # The router counts a decoder that draws noise as busy, so it begins in the last quarter.
                         if self._draws_noise and event.step is not None and 0.75 * (steps - 1) <= event.step < steps:
                             self._decode_ahead(events)
                     elif isinstance(event, InputsTaken):
