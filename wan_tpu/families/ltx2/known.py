@@ -179,7 +179,11 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
                 given = (source.latents, source.smaller)
                 fitting = [latents for latents in given if latents is not None and latents.shape == shape]
                 if not fitting:  # An earlier version has planned it.
-                    raise InvalidRequest("the end of the video before isn't one of this model's", "references")
+                    raise InvalidRequest(
+                        f"the end of the video before has no latents of the shape {shape}; go on with the model and size "
+                        "that made it, or from its file",
+                        "references",
+                    )
                 latents = fitting[0]
             parts.append(latents[0].reshape(shape[1], -1).T)
     start = 0
