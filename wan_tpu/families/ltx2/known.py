@@ -180,8 +180,8 @@ def to_rows(config: Ltx2Config, request: ResolvedRequest, room: Room, encoded: S
                 fitting = [latents for latents in given if latents is not None and latents.shape == shape]
                 if not fitting:  # An earlier version has planned it.
                     raise InvalidRequest(
-                        f"the end of the video before has no latents of the shape {shape}; go on with the model and size "
-                        "that made it, or from its file",
+                        f"the end of the video before has no latents of the shape {shape}; go on with the model and "
+                        "size that made it, or from its file",
                         "references",
                     )
                 latents = fitting[0]
