@@ -231,9 +231,9 @@ def test_slots_are_shares_of_their_capacity():
 def test_price_whose_file_is_cut_off_is_counted_again(content, tmp_path):
     counted = []
 
-    def count(*call):
-        counted.append(call)
-        return StepBundles(7, 1)
+    def count(calls, host, cores):
+        counted.extend(calls)
+        return [StepBundles(7, 1)] * len(calls)
 
     hardware = Hardware("v6e", "v6e:2x2", clock_hz=1, peak_flops=1, hbm_bytes=1, hbm_bytes_per_s=1)
     call = SimpleNamespace(digest="x", name="kernel", grid=(1,), steps_a_core=lambda cores: 1)
@@ -243,3 +243,24 @@ def test_price_whose_file_is_cut_off_is_counted_again(content, tmp_path):
     file.write_text(content)
     assert [prices.bundles(call), prices.bundles(call)] == [StepBundles(7, 1)] * 2
     assert len(counted) == 2
+
+
+def test_kernels_are_counted_together_and_one_that_is_refused_alone(tmp_path):
+    asked = []
+
+    def count(calls, host, cores):
+        asked.append([call.name for call in calls])
+        if "large" in asked[-1]:
+            raise CompileError("large needs 200 MiB of VMEM")
+        return [StepBundles(len(call.name)) for call in calls]
+
+    def call(name):
+        return SimpleNamespace(digest=name, name=name, grid=(1,), steps_a_core=lambda cores: 1)
+
+    hardware = Hardware("v6e", "v6e:2x2", clock_hz=1, peak_flops=1, hbm_bytes=1, hbm_bytes_per_s=1)
+    prices = KernelPrices(tmp_path, hardware, 1, count)
+    prices.count([call("small"), call("middle")])
+    assert (prices.bundles(call("small")), prices.bundles(call("middle"))) == (StepBundles(5), StepBundles(6))
+    with pytest.raises(CompileError, match="200 MiB"):
+        prices.count([call("small"), call("tiny"), call("large")])
+    assert asked == [["small", "middle"], ["tiny", "large"], ["tiny"], ["large"]]

@@ -280,7 +280,7 @@ def test_plans_of_several_meshes_are_compiled_by_the_same_processes(make_job, tm
         jobs = {name: (make_job("succeed"), 1) for name in (KEYS, STEP)}
         monkeypatch.setattr(planner, "mesh", lambda axes: make_mesh((1, 1, 1), heads=spec.heads))
         monkeypatch.setattr(planner, "jobs", lambda *_, jobs=jobs: jobs)
-        monkeypatch.setattr(planner, "_price", lambda *_: prediction(1.0))
+        monkeypatch.setattr(planner, "_price", lambda *_: (prediction(1.0), prediction(1.0)))
         tasks.append(planner.task((1, 1, 1)))
     plans = make_plans(tasks, tmp_path)
     assert [len({program.compiled.compile_s for program in plan.programs}) for plan in plans] == [1, 1]

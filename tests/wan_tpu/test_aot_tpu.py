@@ -26,8 +26,11 @@ from wan_tpu.aot.programs import AbstractRuntime, stage_programs
 from wan_tpu.errors import DoesNotFit, InvalidInput
 from wan_tpu.families.model import published_model
 from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.bodies import put_bodies, take_bodies
 from wan_tpu.pricing.compiling import describe_refusal
+from wan_tpu.pricing.hlo import parse
 from wan_tpu.pricing.ici import interconnect_of
+from wan_tpu.pricing.kernel_calls import list_kernel_calls
 from wan_tpu.pricing.kernel_prices import KernelPrices, count_alone
 from wan_tpu.pricing.probe import type_of_8_bits
 from wan_tpu.runtime.components import abstract_component
@@ -168,6 +171,61 @@ def test_a_kernel_in_a_program_is_counted_alone(mesh, v6e_4, tmp_path):
         assert item.seconds.estimate == max(bundles_s, item.hbm_bytes / v6e_4.hardware.hbm_bytes_per_s)
     assert 1 < cycles[256] / cycles[128] < 2
     assert len(list(tmp_path.glob("kernel-v6e-*.json"))) == 2
+
+
+def test_a_program_is_scheduled_the_same_without_its_kernels_bodies(mesh, v6e_4, tmp_path):
+    """Kernels with the same blocks and other bodies stay two. A longer grid has the same price; other blocks don't."""
+
+    def call(kernel, x, rows):
+        block = pl.BlockSpec((rows, 512), lambda i: (i, 0))
+        grid = (len(x) // rows,)
+        return pl.pallas_call(kernel, x, name=kernel.__name__, grid=grid, in_specs=[block], out_specs=block)(x)
+
+    def add(x_ref, out_ref):
+        out_ref[...] = x_ref[...] + 1
+
+    def power(x_ref, out_ref):
+        out_ref[...] = jnp.exp(x_ref[...]) * jnp.tanh(x_ref[...])
+
+    def function(short, long):
+        return call(add, short, 128), call(power, short, 128), call(add, long, 128), call(add, long, 256)
+
+    device_mesh = Mesh(mesh.devices[:1], ("tp",))
+    program = Program(function, device_mesh, exact=False)
+    whole = NamedSharding(device_mesh, P())
+    arguments = [jax.ShapeDtypeStruct((rows, 512), jnp.float32, sharding=whole) for rows in (1024, 4096)]
+    built = program.compile(*arguments)
+    lowered = program.lower(*arguments)
+    bodies = take_bodies(lowered)
+    emptied = program.compile_lowered(lowered, *arguments)
+    assert emptied.memory_analysis().generated_code_size_in_bytes < built.memory_analysis().generated_code_size_in_bytes
+
+    schedules = [parse(text) for text in (built.as_text(), put_bodies(emptied.as_text(), bodies))]
+    rows = [
+        [(i.opcode, i.shapes, i.estimated_cycles) for c in schedule.computations.values() for i in c.instructions]
+        for schedule in schedules
+    ]
+    assert rows[0] == rows[1]
+    calls, again = (list_kernel_calls(schedule) for schedule in schedules)
+    assert [call.config for call in calls] == [call.config for call in again] and len(bodies) == 4
+    digests = {(call.name.partition(".")[0], call.grid, call.blocks[0][0]): call.digest for call in calls}
+    assert digests["add", (8,), 128] == digests["add", (32,), 128] and len(set(digests.values())) == 3
+    prices = KernelPrices(tmp_path, v6e_4.hardware, 1, count_alone)
+    prices.count(calls)
+    assert len(list(tmp_path.glob("kernel-v6e-*.json"))) == 3
+
+
+def test_blocks_that_need_too_much_vmem_are_refused_without_the_body(mesh):
+    def add(x_ref, out_ref):
+        out_ref[...] = x_ref[...] + 1
+
+    device_mesh = Mesh(mesh.devices[:1], ("tp",))
+    program = Program(lambda x: pl.pallas_call(add, x)(x), device_mesh, exact=False)
+    large = jax.ShapeDtypeStruct((65536, 512), jnp.float32, sharding=NamedSharding(device_mesh, P()))
+    lowered = program.lower(large)
+    take_bodies(lowered)
+    with pytest.raises(DoesNotFit, match=r"256\.00M of 127\.94M vmem"):
+        program.compile_lowered(lowered, large)
 
 
 @pytest.mark.long

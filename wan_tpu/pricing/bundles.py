@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 ROOT = str(Path(__file__).parents[2])
 _BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+(\w+)?:\s*(>*)", re.MULTILINE)  # Its label, and a ">" for each loop around it.
+_CALL = re.compile(r"%([\w.-]+) = [^\n]* custom-call\([^\n]*op_name=\"([^\"]*)")  # Its name, and where it is called.
 _PRODUCT = " vmatmul"  # The instruction of the matrix units on every chip.
 # Unless passes are selected, all of them write their text, which takes 2.5 times the compile time and 200 MB per
 # kernel.
@@ -41,6 +42,7 @@ class KernelBundles:
     """The schedule of one kernel, in bundles."""
 
     name: str
+    scope: str  # Where the function calls it: JAX's names of the scopes around the call, and of the call.
     total: int
     # The region with the most bundles of its own: the body of the kernel's main loop, or of its main grid step.
     hot: Body
@@ -89,10 +91,10 @@ def count_bundles(
             ) from None
         if child.returncode:
             raise CompileError(_find_cause(child.stderr))
-        return _read(Path(folder))
+        return _read(Path(folder), json.loads(child.stdout.splitlines()[-1]))
 
 
-def _read(folder: Path) -> list[KernelBundles]:
+def _read(folder: Path, scopes: Mapping[str, str]) -> list[KernelBundles]:
     kernels = []
     for file in folder.glob("*-final_bundles.txt"):
         match = re.fullmatch(r"(\d+-(.+))-\d+-final_bundles\.txt", file.name)
@@ -103,7 +105,8 @@ def _read(folder: Path) -> list[KernelBundles]:
         regions, bundles = read_regions(text)
         slots, bound = read_slot_use(use.read_text())
         hot, around = find_hot_bundles(regions, bundles)
-        kernels.append(KernelBundles(match[2], len(bundles), hot, around, bound, slots, read_loops(text)))
+        scope = scopes.get(match[2], "")
+        kernels.append(KernelBundles(match[2], scope, len(bundles), hot, around, bound, slots, read_loops(text)))
     return sorted(kernels, key=lambda kernel: -kernel.total)
 
 
@@ -248,7 +251,8 @@ def _compile(host: str, target: str, options: str) -> None:
     fn, shapes = runpy.run_path(file)[function](**json.loads(options))
     arguments = jax.tree.map(functools.partial(_on, replicated), shapes)
     with jax.set_mesh(mesh):  # Kernels see the described chip as theirs.
-        jax.jit(fn).lower(*arguments).compile()
+        hlo = jax.jit(fn).lower(*arguments).compile().as_text() or ""
+    print(json.dumps(dict(_CALL.findall(hlo))))
 
 
 def _on(sharding, shape):  # type: ignore[no-untyped-def]  # JAX is imported in the child only.

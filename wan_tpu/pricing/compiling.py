@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 from wan_tpu.aot import key
 from wan_tpu.aot.topology import DescribedSlice, Hardware
 from wan_tpu.errors import DoesNotFit, Unavailable
+from wan_tpu.pricing.bodies import put_bodies, take_bodies
 from wan_tpu.reference import restore_references
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.memory import MemoryNeed, needed_bytes
@@ -79,13 +80,15 @@ class Job:
 class Compiled:
     """The compiler's report on a program, for one device."""
 
-    compile_s: float  # The seconds of tracing and compiling by the clock.
+    # The seconds of tracing and compiling by the clock, without the bodies of kernels.
+    compile_s: float
     compile_cpu_s: float  # The same summed over the cores, which depends less on what else the machine does.
     weights_bytes: int
     other_bytes: int = 0  # Its other arguments, results and temporaries.
     over_bytes: int = 0  # The bytes by which it exceeds the memory, if that is why it can't be compiled.
     refused: str = ""  # Why it can't be compiled, or empty.
-    code_bytes: int = 0  # The size of the program itself, which stays on the device after its first call.
+    # The size of the program itself, which stays on the device after its first call; without the bodies of kernels.
+    code_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -284,6 +287,7 @@ def _compile(job: Job, result: Path) -> None:
         if (known := _read(same.with_suffix(".json"), same.with_suffix(".hlo.gz"))) is not None:
             compiled, hlo = known
         else:
+            bodies = take_bodies(lowered)
             built = program.compile_lowered(lowered, *args)
             seconds = measure_taken()
             memory = built.memory_analysis()
@@ -291,7 +295,7 @@ def _compile(job: Job, result: Path) -> None:
             inputs = max(0, memory.argument_size_in_bytes - weights)
             other = inputs + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes
             compiled = Compiled(*seconds, weights, other, code_bytes=memory.generated_code_size_in_bytes)
-            hlo = built.as_text()
+            hlo = put_bodies(built.as_text(), bodies)
     except DoesNotFit as error:
         compiled = describe_refusal(error, measure_taken(), weights)
     if hlo:

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import operator
@@ -15,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
 
-from wan_tpu.pricing.hlo import Computation, Instruction
+from wan_tpu.pricing.hlo import Computation, Instruction, Module
 from wan_tpu.pricing.jax_private import make_kernel_context
+from wan_tpu.pricing.traffic import is_kernel
 
 _DTYPES = {
     "pred": "bool", "s4": "int4", "u4": "uint4", "s8": "int8", "u8": "uint8", "s16": "int16", "u16": "uint16",
@@ -25,9 +27,9 @@ _DTYPES = {
 }  # fmt: skip
 # The parts of a kernel call's configuration: code, compiler flags, VMEM limit.
 _CONFIG = ("custom_call_config", "flag_configs", "scoped_memory_configs")
-# Some compilers' decisions about where a program's arrays are. In a program of its own, a kernel's are elsewhere.
-_DECIDED = ("input_memory_space_colors", "output_memory_space_colors")
-ALONE = "ffi_call"  # How the compiler calls a call in a program of its own.
+# What doesn't change a kernel's code: what it costs in all, its lines' places in the source, and some compilers'
+# decisions about where a program's arrays are. In a program of its own, a kernel's are elsewhere.
+_LEFT_OUT = ("cost_estimate", "debug_locations", "input_memory_space_colors", "output_memory_space_colors")
 Array = tuple[str, tuple[int, ...]]  # JAX's name of the dtype, and the dimensions.
 
 
@@ -56,6 +58,7 @@ class KernelCall:
     # The shape of the block that a grid step reads of each operand and writes of each result; () where the kernel reads
     # or writes as it likes.
     blocks: tuple[tuple[int, ...], ...]
+    code: str  # A digest of the body, without the grid's size and the constants that place blocks.
     config: str  # The compiler's configuration of the kernel, including its body.
 
     @property
@@ -85,12 +88,18 @@ class KernelCall:
 
     @property
     def digest(self) -> str:
-        """A name for the kernel's code: calls with the same digest have the same bundles."""
-        return hashlib.sha256(repr((self.operands, self.results, self.config)).encode()).hexdigest()[:32]
+        """A name for the code of one grid step: calls with the same digest have the same bundles a step.
 
-    def save(self, path: Path) -> None:
-        """Write the call to a file that `load_saved` reads."""
-        path.write_text(json.dumps(asdict(self)))
+        Where a step's blocks are and how long the grid is change a step's address arithmetic by some dozens of bundles;
+        these aren't told apart. A grid of one step has no loop.
+        """
+        arrays = (*self.operands, *self.results)
+        blocks = (*self.blocks, *[()] * len(arrays))
+        tiles = [(dtype, block or dims) for (dtype, dims), block in zip(arrays, blocks, strict=False)]
+        steps = [min(self.steps_a_core(cores), 3) for cores in (1, 2)]
+        settings = json.loads(self.config)
+        del settings["custom_call_config"]["body"]
+        return hashlib.sha256(repr((tiles, steps, self.code, settings)).encode()).hexdigest()[:32]
 
 
 def read_kernel_call(instruction: Instruction, computation: Computation) -> KernelCall:
@@ -98,7 +107,7 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     start = instruction.attributes.index("backend_config=") + len("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(instruction.attributes[start:])
     mosaic = _read_mosaic(base64.b64decode(config["custom_call_config"]["body"]))
-    for setting in _DECIDED:
+    for setting in _LEFT_OUT:
         config["custom_call_config"].pop(setting, None)
     operands = [shape for name in instruction.operands for shape in computation.by_name[name].shapes]
     return KernelCall(
@@ -110,21 +119,51 @@ def read_kernel_call(instruction: Instruction, computation: Computation) -> Kern
     )
 
 
+def list_kernel_calls(module: Module) -> list[KernelCall]:
+    """Return the kernels that a program runs."""
+    return [
+        read_kernel_call(instruction, computation)
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if is_kernel(instruction)
+    ]
+
+
+def save(calls: Sequence[KernelCall], path: Path) -> None:
+    """Write calls to a file that `load_saved` reads."""
+    path.write_text(json.dumps([asdict(call) for call in calls]))
+
+
 def load_saved(path: str) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Return a program with only one saved call, and its arguments, as `bundles.count_bundles` expects them."""
-    call = json.loads(Path(path).read_text())
-    operands, results = (
-        [jax.ShapeDtypeStruct(dims, dtype) for dtype, dims in call[side]] for side in ("operands", "results")
-    )
+    """Return a program with only saved calls, and its arguments, as `bundles.count_bundles` expects them.
 
-    def run(*arguments: jax.Array) -> Any:
-        # Version 1 of the custom-call interface takes its configuration as the text from the program.
-        alone = jax.ffi.ffi_call(
-            "tpu_custom_call", results, custom_call_api_version=1, legacy_backend_config=call["config"]
-        )
-        return alone(*arguments)
+    The scope of each call is named by `name_scope`.
+    """
+    calls = json.loads(Path(path).read_text())
 
-    return run, operands
+    def describe(call: Any, side: str) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(dims, dtype) for dtype, dims in call[side]]
+
+    def run(*arguments: jax.Array) -> list[Any]:
+        left, results = iter(arguments), []
+        for number, call in enumerate(calls):
+            # Version 1 of the custom-call interface takes its configuration as the text from the program.
+            alone = jax.ffi.ffi_call(
+                "tpu_custom_call",
+                describe(call, "results"),
+                custom_call_api_version=1,
+                legacy_backend_config=call["config"],
+            )
+            with jax.named_scope(name_scope(number)):
+                results.append(alone(*itertools.islice(left, len(call["operands"]))))
+        return results
+
+    return run, [operand for call in calls for operand in describe(call, "operands")]
+
+
+def name_scope(number: int) -> str:
+    """Return the name of the scope that calls the kernel of this number in a saved file."""
+    return f"kernel{number}"
 
 
 @dataclass(frozen=True)
@@ -139,6 +178,7 @@ class _Mosaic:
     loops: int
     stacks: tuple[int, ...]
     blocks: tuple[tuple[int, ...], ...]
+    code: str
 
 
 def _read_mosaic(bytecode: bytes) -> _Mosaic:
@@ -158,7 +198,16 @@ def _read_mosaic(bytecode: bytes) -> _Mosaic:
             _count_loops(module),
             _find_stacks(module, windows := _read_windows(text)),
             tuple(block for _, block in windows),
+            _digest_code(text),
         )
+
+
+def _digest_code(text: str) -> str:
+    start = text.find("func.func", text.find("func.func") + 1)  # After the kernel come the functions that place blocks.
+    kernel, places = text[:start], text[start:]
+    kernel = re.sub(r"iteration_bounds = array<[^>]*>", "", kernel)
+    places = re.sub(r"value = -?\d+ :", "", places)
+    return hashlib.sha256(f"{kernel}{places}".encode()).hexdigest()
 
 
 def _read_windows(text: str) -> list[tuple[str | None, tuple[int, ...]]]:

@@ -1,5 +1,6 @@
-"""Cycles of Pallas calls: each kernel is compiled alone, once, and its bundle counts are stored."""
+"""Cycles of Pallas calls: each kernel is compiled once, without its program, and its bundle counts are stored."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -7,14 +8,15 @@ import math
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from wan_tpu.aot import key
 from wan_tpu.aot.topology import Hardware
 from wan_tpu.pricing import bundles, kernel_calls
-from wan_tpu.pricing.bundles import Body
+from wan_tpu.pricing.bundles import Body, KernelBundles
 from wan_tpu.pricing.kernel_calls import KernelCall
 from wan_tpu.versions import installed_version
 
@@ -31,7 +33,8 @@ class StepBundles:
     idle: int = 0  # Of `products`, those before the first product and after the last of each run of a loop.
 
 
-CountBundles = Callable[[KernelCall, str, int], StepBundles]
+# Returns the bundles of calls on a host's chip with some TensorCores a device; raises `CompileError`.
+CountBundles = Callable[[Sequence[KernelCall], str, int], list[StepBundles]]
 
 
 class KernelPrices:
@@ -51,7 +54,7 @@ class KernelPrices:
         Args:
             folder: Where the counts are stored.
             cores: TensorCores of one device.
-            count: Counts the bundles of a call on a host's chip, given the grid steps of a core.
+            count: Counts the bundles of calls.
         """
         self._folder = folder
         self._hardware = hardware
@@ -73,24 +76,57 @@ class KernelPrices:
         return cycles * call.steps_a_core(self._cores)
 
     def bundles(self, call: KernelCall) -> StepBundles:
-        """Return the bundles of one grid step. What several threads ask for at once is counted once."""
-        file = self._folder / f"kernel-{self._hardware.name}-{key.digest(f'{call.digest} {_describe_counter()}')}.json"
-        with _counting.setdefault(file, threading.Lock()):
-            return self._bundles(call, file)
+        """Return the bundles of one grid step; raises `CompileError`."""
+        self.count([call])
+        known = _read(self._file(call))
+        assert known is not None, f"{self._file(call)} was damaged as soon as it was written"
+        return known
 
-    def _bundles(self, call: KernelCall, file: Path) -> StepBundles:
+    def count(self, calls: Iterable[KernelCall]) -> None:
+        """Count together what was never counted; raises `CompileError` for a call that the compiler refuses.
+
+        What several threads ask for at once is counted once.
+        """
+        files = {self._file(call): call for call in calls}
+        with contextlib.ExitStack() as stack:
+            for file in sorted(files):  # In this order no two threads wait for each other.
+                stack.enter_context(_counting.setdefault(file, threading.Lock()))
+            unknown = {file: call for file, call in files.items() if _read(file) is None}
+            for file, call, counts in zip(
+                unknown, unknown.values(), self._count_all(list(unknown.values())), strict=True
+            ):
+                _write(file, {"kernel": call.name, "grid": call.grid, "bundles": asdict(counts)})
+
+    def _count_all(self, calls: list[KernelCall]) -> list[StepBundles]:
+        if not calls:
+            return []
         try:
-            return StepBundles(**json.loads(file.read_text())["bundles"])
-        except (FileNotFoundError, KeyError, TypeError, ValueError):  # Never counted, or the disk was full.
-            count = self._count(call, self._hardware.host_topology, call.steps_a_core(self._cores))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")  # Others may count it, too.
-        try:
-            part.write_text(json.dumps({"kernel": call.name, "grid": call.grid, "bundles": asdict(count)}))
-            part.replace(file)
-        finally:
-            part.unlink(missing_ok=True)
-        return count
+            return self._count(calls, self._hardware.host_topology, self._cores)
+        except bundles.CompileError:
+            if len(calls) == 1:
+                raise
+            return [counts for call in calls for counts in self._count_all([call])]
+
+    def _file(self, call: KernelCall) -> Path:
+        return self._folder / f"kernel-{self._hardware.name}-{key.digest(f'{call.digest} {_describe_counter()}')}.json"
+
+
+def _read(file: Path) -> StepBundles | None:
+    """Return a stored count; None if it was never counted, or if the disk was full."""
+    try:
+        return StepBundles(**json.loads(file.read_text())["bundles"])
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _write(file: Path, counted: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")  # Others may count it, too.
+    try:
+        part.write_text(json.dumps(counted))
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @functools.cache
@@ -100,20 +136,34 @@ def _describe_counter() -> str:
     return key.digest(repr([installed_version("libtpu"), *code]))
 
 
-def count_alone(call: KernelCall, host: str, steps: int) -> StepBundles:
-    """Compile a call alone for a chip of a host, whose core runs `steps` grid steps, and return the bundles of one.
+def count_alone(calls: Sequence[KernelCall], host: str, cores: int) -> list[StepBundles]:
+    """Compile calls for a chip of a host, without the programs around them; return the bundles of one step of each.
 
     These are the hot region and the bundles around it in the grid's loop. If the hot region is the body of a loop, it
     counts once per iteration, although its code exists only once; several loops in a step count as often as each runs.
+
+    Args:
+        cores: TensorCores of one device, which share the steps.
+
+    Raises:
+        CompileError: The compiler refuses one of them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "call.json"
-        call.save(path)
+        path = Path(folder) / "calls.json"
+        kernel_calls.save(calls, path)
         counts = bundles.count_bundles(f"{kernel_calls.__file__}:load_saved", {"path": str(path)}, host)
-    # Beside the call, the program may copy its operands to where the kernel has them.
-    kernel = max(counts, key=lambda kernel: (kernel.name.startswith(kernel_calls.ALONE), kernel.hot.bundles))
+    scopes = {scope: kernel for kernel in counts for scope in kernel.scope.split("/")}
+    found = [scopes.get(kernel_calls.name_scope(number)) for number in range(len(calls))]
+    if None in found:  # Of equal kernels the compiler writes one.
+        if len(calls) == 1:
+            raise bundles.CompileError(f"the compiler wrote no bundles of {calls[0].name}")
+        return [bundles for call in calls for bundles in count_alone([call], host, cores)]
+    return [_of_one_step(call, kernel, cores) for call, kernel in zip(calls, found, strict=True) if kernel]
+
+
+def _of_one_step(call: KernelCall, kernel: KernelBundles, cores: int) -> StepBundles:
     if call.loops > 1:
-        return step_bundles(kernel.loops, steps)
+        return step_bundles(kernel.loops, call.steps_a_core(cores))
     if call.repeats == 1:
         return StepBundles(kernel.hot.bundles, kernel.around, kernel.hot.idle)
     once = kernel.total - kernel.hot.bundles

@@ -17,11 +17,14 @@ from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.errors import InvalidRequest, MeshError
 from wan_tpu.families.model import published_model
 from wan_tpu.pricing.analyse import analyse
+from wan_tpu.pricing.bundles import CompileError
 from wan_tpu.pricing.chunk_times import predict_playback
 from wan_tpu.pricing.compiling import Compilers, Job, is_known
 from wan_tpu.pricing.cost import Cost
+from wan_tpu.pricing.hlo import parse
 from wan_tpu.pricing.host import host_seconds
 from wan_tpu.pricing.ici import interconnect_of
+from wan_tpu.pricing.kernel_calls import list_kernel_calls
 from wan_tpu.pricing.kernel_prices import CountBundles, KernelPrices, count_alone
 from wan_tpu.pricing.plan import Prediction, ProgramPlan, SlicePlan, StagePlan, find_owner
 from wan_tpu.pricing.playback import Playback
@@ -29,6 +32,7 @@ from wan_tpu.request import IMAGES, ResolvedRequest
 from wan_tpu.runtime.mesh import MeshShape, make_mesh
 from wan_tpu.stages import sound_decoders
 from wan_tpu.suggest import did_you_mean
+from wan_tpu_kernels.catalogue import find_kind
 
 Report = Callable[[str], object]
 
@@ -196,14 +200,24 @@ class SlicePlanner:
         if compiled.refused:
             return ProgramPlan(name, calls, compiled, None, None)
         self._report(f"{self._slice.name}, mesh {shape}, {place}: pricing {name}")
-        optimistic, online = (self._price(hlo, mesh, path) for path in ("optimistic", "online"))
+        try:
+            optimistic, online = self._price(hlo, mesh)
+        except CompileError as error:
+            refused = dataclasses.replace(compiled, refused=f"the compiler refuses a kernel: {error}")
+            return ProgramPlan(name, calls, refused, None, None)
         return ProgramPlan(name, calls, compiled, optimistic, online)
 
-    def _price(self, hlo: str, mesh: Mesh, path: str) -> Prediction:
-        cost: Cost = analyse(
-            hlo, self._slice.hardware, interconnect_of(self._slice, mesh), kernel_cycles=self._prices, prefer=(path,)
-        )
-        return Prediction(cost.total, cost.by_category(), cost.unpriced)
+    def _price(self, hlo: str, mesh: Mesh) -> tuple[Prediction, Prediction]:
+        """Return what a program takes with all heads on the optimistic path, and online; raises `CompileError`."""
+        # Programs are compiled without their kernels' bodies. Those of XLA's own kernels came later, and are compiled.
+        self._prices.count(call for call in list_kernel_calls(parse(hlo)) if find_kind(call.name))
+        links = interconnect_of(self._slice, mesh)
+        costs: list[Cost] = [
+            analyse(hlo, self._slice.hardware, links, kernel_cycles=self._prices, prefer=(path,))
+            for path in ("optimistic", "online")
+        ]
+        optimistic, online = (Prediction(cost.total, cost.by_category(), cost.unpriced) for cost in costs)
+        return optimistic, online
 
     def _predict_playbacks(self, stages: Sequence[StagePlan]) -> dict[str, Playback]:
         """Return how a video in chunks plays, by where they are decoded; empty if some program has no price."""

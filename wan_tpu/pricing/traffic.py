@@ -36,10 +36,15 @@ def categorize(instruction: Instruction, module: Module) -> str:
     if opcodes & {"dot", "convolution"}:
         return "matmul"
     if instruction.opcode == "custom-call":
-        return "kernel" if 'custom_call_target="tpu_custom_call"' in instruction.attributes else "copies"
+        return "kernel" if is_kernel(instruction) else "copies"
     if find_collective_kind(instruction, module) is not None:
         return "collectives"
     return "copies" if opcodes - FREE - {"fusion"} <= MOVES else "vector"
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether it calls a Pallas kernel."""
+    return instruction.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in instruction.attributes
 
 
 def walk_inside(instruction: Instruction, module: Module) -> Iterator[Instruction]:
@@ -275,7 +280,7 @@ def list_kernel_names(module: Module, computation: str) -> set[str]:
     """Return the names of all Pallas kernels that a computation may run."""
     names = set()
     for instruction in module.computations[computation].instructions:
-        if instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
+        if is_kernel(instruction):
             names.add(instruction.stem)
         for attribute in ("calls", "body", "branch_computations", "true_computation", "false_computation", "to_apply"):
             for name in instruction.list_called(attribute):
