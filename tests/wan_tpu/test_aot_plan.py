@@ -192,6 +192,17 @@ def test_process_that_compiles_traces_only_its_job_s_stages():
     assert set(compiling._list_programs(json.dumps(shared))) == {KEYS, STEP}
 
 
+@pytest.mark.loads_libtpu
+def test_weights_that_fit_no_device_are_refused_without_the_compiler(tmp_path):
+    pytest.importorskip("libtpu", reason="needs the TPU's compiler: pip install '.[tpu]'")
+    job = make_jobs()[STEP]
+    small = dataclasses.replace(job.slice, hardware=dataclasses.replace(job.slice.hardware, hbm_bytes=GIB))
+    compiling._compile(dataclasses.replace(job, slice=small), tmp_path / "step")
+    compiled = Compiled(**json.loads((tmp_path / "step.json").read_text()))
+    assert compiled.refused.startswith("its weights alone take 2.6 GiB")
+    assert compiled.over_bytes == compiled.weights_bytes - GIB and compiled.compile_cpu_s < 1
+
+
 @pytest.mark.thorough
 def test_program_that_another_model_has_too_is_compiled_once(tmp_path):
     job = make_jobs()[KEYS]

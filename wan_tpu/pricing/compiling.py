@@ -31,7 +31,7 @@ from wan_tpu.errors import DoesNotFit, Unavailable
 from wan_tpu.pricing.bodies import put_bodies, take_bodies
 from wan_tpu.reference import restore_references
 from wan_tpu.request import ResolvedRequest
-from wan_tpu.runtime.memory import MemoryNeed, needed_bytes
+from wan_tpu.runtime.memory import GIB, MemoryNeed, needed_bytes
 
 if TYPE_CHECKING:
     from wan_tpu.aot.programs import StagePrograms
@@ -282,6 +282,12 @@ def _compile(job: Job, result: Path) -> None:
 
     same, hlo = None, ""
     try:
+        if weights > job.slice.hardware.hbm_bytes:
+            raise DoesNotFit(
+                f"its weights alone take {weights / GIB:.1f} GiB of a device",
+                needed_bytes=weights,
+                device_bytes=int(job.slice.hardware.hbm_bytes),
+            )
         lowered = program.lower(*args)
         same = result.with_name(f"program-{_digest_program(job, lowered.as_text(), weights)}")
         if (known := _read(same.with_suffix(".json"), same.with_suffix(".hlo.gz"))) is not None:
