@@ -100,6 +100,15 @@ def linear(
         return jnp.where(j % 2 == 0, k, steps - 1 - k) if steps > 1 else 0
 
     columns = pl.BlockSpec((halves, block_outputs), lambda i, j, k, *_: (0, j))
+    apart = groups > 1 and group % LANES > 0
+    if apart:  # A tile is a whole group: its columns can't be addressed in one array of all.
+        columns = pl.BlockSpec((None, halves, group), lambda i, j, k, *_: (j, 0, 0))
+
+    def lay_out(values: jax.Array) -> jax.Array:
+        """Return values of all outputs as `columns` reads them."""
+        values = values.astype(jnp.float32).reshape(halves, outputs)
+        return values.reshape(halves, groups, group).swapaxes(0, 1) if apart else values
+
     if joined:
         x_specs = [
             pl.BlockSpec((len(part), block_rows, part.shape[2]), lambda i, j, k, *_: (0, i, 0)) for part in parts
@@ -114,10 +123,10 @@ def linear(
     arrays = [*parts, weight.reshape(-1, halves, outputs, inputs)]
     if bias is not None:
         specs.append(columns)
-        arrays.append(bias.reshape(halves, outputs).astype(jnp.float32))
+        arrays.append(lay_out(bias))
     if rounded is not None and scales is not None:
         specs += [pl.BlockSpec((block_rows, LANES), lambda i, j, k, *_: (i, 0)), columns]
-        arrays += [rounded.scales, scales.reshape(halves, outputs).astype(jnp.float32)]
+        arrays += [rounded.scales, lay_out(scales)]
     if residual is not None:
         assert groups == 1
         gate = jnp.ones((1, outputs)) if gate is None else gate

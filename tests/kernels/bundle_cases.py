@@ -1,5 +1,7 @@
 """Calls of kernels at full size for `bundles.count_bundles`, which loads this file by its path."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -51,6 +53,12 @@ def linear_layer(rows, inputs, outputs, activation=None, segments=0):
         return linear(x, weight, None, activation=activation, **more)
 
     return run, shapes
+
+
+def linear_in_groups(outputs, groups):
+    """Return a linear layer whose outputs are written in groups, and the shapes of its arguments."""
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, outputs), (outputs, outputs), (outputs,)))
+    return functools.partial(linear, groups=groups), tuple(shapes)
 
 
 def copy_one_block(megabytes):

@@ -128,6 +128,9 @@ def test_linear_reads_and_writes_columns_in_groups(monkeypatch):
         for groups in (2, 6):  # A group of 384 columns is one tile, two of 128 share one.
             columns = function(x, weight, bias, groups=groups).transpose(1, 0, 2).reshape(50, 768)
             assert_close(columns, expected, 2e-6)
+        for groups in (4, 8):  # Groups of 192 and of 96 columns, which aren't whole registers.
+            columns = function(x, weight, bias, groups=groups).transpose(1, 0, 2).reshape(50, 768)
+            assert_close(columns, expected, 2e-6)
         assert_close(function((x,), weight, bias), expected, 2e-6)
         assert_close(function(x, weight, None) + bias, expected, 2e-6)
 
