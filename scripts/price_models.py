@@ -20,7 +20,8 @@ from wan_tpu.commands.parser import Parser
 from wan_tpu.errors import CompileFailed, WanTpuError
 from wan_tpu.families import list_published, published_spec
 from wan_tpu.pricing import shipped_plans
-from wan_tpu.pricing.planner import SlicePlanner
+from wan_tpu.pricing.compiling import Compilers
+from wan_tpu.pricing.planner import SlicePlanner, make_plans
 from wan_tpu.pricing.question import Question
 from wan_tpu.request import GenerationRequest
 from wan_tpu.storage.folder import cache_folder
@@ -32,17 +33,20 @@ DTYPE = "bfloat16"
 def main() -> int:
     """Write the plans that are missing, or all that were asked for; return 1 if some couldn't be made."""
     args, failed = _arguments(), False
+    compilers = Compilers(args.compiled)
     for slice_name in args.slice or SLICES:
         for model in args.model or list_published():
             try:
-                _price(model, slice_name, args.compiled, anew=args.anew)
+                _price(model, slice_name, args.compiled, compilers, anew=args.anew)
             except WanTpuError as error:
-                failed = True
+                compilers.close()
+                failed, compilers = True, Compilers(args.compiled)
                 print(f"{model} on {slice_name} isn't priced: {error}", flush=True)
+    compilers.close()
     return int(failed)
 
 
-def _price(model: str, slice_name: str, cache: Path, *, anew: bool) -> None:
+def _price(model: str, slice_name: str, cache: Path, compilers: Compilers, *, anew: bool) -> None:
     """Write a plan, unless there is one; raises `WanTpuError` if it can't be made."""
     spec = published_spec(model)
     images = "t2v" not in spec.tasks
@@ -52,7 +56,7 @@ def _price(model: str, slice_name: str, cache: Path, *, anew: bool) -> None:
         return
     described = describe_slice(SliceSpec(slice_name))
     planner = SlicePlanner(model, request, described, dtype=DTYPE, cache=cache, report=_report)
-    plan = planner.plan((None, None, None))
+    [plan] = make_plans([planner.task((None, None, None))], compilers)
     refused = [program for program in plan.programs if program.compiled.refused]
     for program in refused:
         if not program.compiled.over_bytes:  # The compiler failed. Only what doesn't fit is an answer.

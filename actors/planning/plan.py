@@ -1,6 +1,7 @@
 """`wan-tpu plan`: GiB, seconds and dollars of a published model on slices, before any is rented."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -136,9 +137,11 @@ def _plan_meshes(
 def _make_plans(args: argparse.Namespace, tasks: "Sequence[Task]") -> "list[SlicePlan]":
     if not tasks:  # A shipped plan is read in less time than this import takes.
         return []
+    from wan_tpu.pricing.compiling import Compilers
     from wan_tpu.pricing.planner import make_plans
 
-    return make_plans(tasks, args.compiled)
+    with contextlib.closing(Compilers(args.compiled)) as compilers:
+        return make_plans(tasks, compilers)
 
 
 def _find_shipped(args: argparse.Namespace, kind: SliceSpec, mesh: Sequence[int | None]) -> "SlicePlan | None":

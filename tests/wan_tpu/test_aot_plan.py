@@ -293,7 +293,8 @@ def test_plans_of_several_meshes_are_compiled_by_the_same_processes(make_job, tm
         monkeypatch.setattr(planner, "jobs", lambda *_, jobs=jobs: jobs)
         monkeypatch.setattr(planner, "_price", lambda *_: (prediction(1.0), prediction(1.0)))
         tasks.append(planner.task((1, 1, 1)))
-    plans = make_plans(tasks, tmp_path)
+    with contextlib.closing(Compilers(tmp_path)) as compilers:
+        plans = make_plans(tasks, compilers)
     assert [len({program.compiled.compile_s for program in plan.programs}) for plan in plans] == [1, 1]
     assert plans[0].programs[0].compiled.compile_s == plans[1].programs[0].compiled.compile_s
 

@@ -89,7 +89,8 @@ class SlicePlanner:
         self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None
     ) -> SlicePlan:
         """Return the plan on a mesh; arguments and errors are those of `make_plans`."""
-        [plan] = make_plans([self.task(mesh, only, stages)], self._cache)
+        with contextlib.closing(Compilers(self._cache)) as compilers:
+            [plan] = make_plans([self.task(mesh, only, stages)], compilers)
         return plan
 
     def task(self, mesh: Sequence[int | None], only: str | None = None, stages: Sequence[str] | None = None) -> "Task":
@@ -273,15 +274,15 @@ class Task(NamedTuple):
     stages: Sequence[str] | None = None  # Those to plan; all if None.
 
 
-def make_plans(tasks: Sequence[Task], cache: Path) -> list[SlicePlan]:
-    """Return the plan of each task; the programs of all are compiled by the same processes, in the folder `cache`.
+def make_plans(tasks: Sequence[Task], compilers: Compilers) -> list[SlicePlan]:
+    """Return the plan of each task; the programs of all are compiled by the same processes, which an error ends.
 
     Raises:
         MeshError: A mesh doesn't fit its slice or model.
         InvalidRequest: No program is called `only`.
         Unavailable: A process that compiles was killed.
     """
-    with contextlib.closing(Compilers(cache)) as compilers, ThreadPoolExecutor(compilers.count) as pool:
+    with ThreadPoolExecutor(compilers.count) as pool:
         try:
             started = [task.planner.start(task, compilers, pool) for task in tasks]
             for program in as_completed([program for _, programs in started for program in programs.values()]):
