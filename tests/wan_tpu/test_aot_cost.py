@@ -231,6 +231,17 @@ def test_transfers_wait_for_those_on_their_own_links_alone():
     assert seconds == {"near.done": 128, "far.done": 512 - 128, "farther.done": 512}
 
 
+def test_computations_of_a_sparsecore_are_read():
+    looking_up = """
+%looking_up (x.1: f32[128]) -> f32[128] {
+  ROOT %x.1 = f32[128]{0} parameter(0)
+}, execution_thread="sparsecore"
+"""
+    module = parse(looking_up + OVERLAP.replace("call-start()", "call-start(), to_apply=%looking_up"))
+    called = {name for each in module.computations["main"].instructions for name in each.list_called("to_apply")}
+    assert called - {"sum"} == {"looking_up"} == set(module.computations) - {"main"}
+
+
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         parse("HloModule nothing")

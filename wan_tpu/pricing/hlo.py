@@ -19,6 +19,7 @@ ELEMENT_BYTES = {
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"  (ROOT )?%?([\w.\-]+) = ")
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_END = re.compile(r"\}(, execution_thread=.*)?$")  # Some computations run on a SparseCore.
 _NAME = re.compile(r"%([\w.\-]+)")
 
 
@@ -146,7 +147,7 @@ def parse(text: str) -> Module:
         if header and not line.startswith(" "):
             name, instructions = header[1], []
             entry = name if line.startswith("ENTRY") else entry
-        elif line == "}" and name is not None:
+        elif _END.match(line) and name is not None:
             computations[name] = Computation(name, tuple(instructions))
             name = None
         elif name is not None and _INSTRUCTION.match(line):
@@ -169,7 +170,7 @@ def _join_lines(text: str) -> Iterator[str]:
     """Yield headers and instructions as one line each, because a kernel's metadata may contain line breaks."""
     pending = ""
     for line in text.splitlines():
-        if line == "}" or (line.startswith("  ") and _INSTRUCTION.match(line)) or _HEADER.match(line):
+        if _END.match(line) or (line.startswith("  ") and _INSTRUCTION.match(line)) or _HEADER.match(line):
             yield pending
             pending = line
         elif pending.startswith("  ") and line:
