@@ -41,9 +41,7 @@ def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **options):
     return None, videos_made
 
 
-@pytest.mark.parametrize(
-    "seeds", [SEEDS[:9], pytest.param(SEEDS[9:], marks=pytest.mark.thorough)], ids=["few", "many"]
-)
+@pytest.mark.parametrize("seeds", [SEEDS[:9], pytest.param(SEEDS[9:], marks=pytest.mark.thorough)], ids=["few", "many"])
 def test_every_request_ends_once_with_its_own_video_whatever_breaks(seeds):
     failed, videos_made = first_failure(seeds, videos=VIDEOS)
     assert failed is None, failed.tell()
