@@ -165,6 +165,7 @@ def test_reason_names_what_decided(calls, index, says):
     assert explain_choice(calls, index) == says
 
 
+@pytest.mark.thorough
 def test_many_at_once_are_spread_evenly(running):
     """They come within milliseconds: the replicas themselves don't know yet what each is about to get."""
 
@@ -224,7 +225,12 @@ def test_a_request_that_a_slice_has_failed_goes_to_another(running, slices_of):
 
 
 @pytest.mark.parametrize(
-    ("how", "cache"), [("sick", None), pytest.param("hung", None, marks=pytest.mark.soak), ("hung", "magcache")]
+    ("how", "cache"),
+    [
+        pytest.param("sick", None, marks=pytest.mark.thorough),
+        pytest.param("hung", None, marks=pytest.mark.soak),
+        ("hung", "magcache"),
+    ],
 )
 def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, slices_of, how, cache):
     """One that fails does it in milliseconds: it always has the fewest calls, and would be given every request.

@@ -94,7 +94,8 @@ def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost
     assert len(high) == len(set(high)), "what the pool before has done is kept in a snapshot"
 
 
-def test_an_object_lives_in_the_store_until_it_is_dropped(running):
+def test_an_object_lives_in_the_store_until_it_is_dropped(three_slices):
+    connect(three_slices.address)
     base = _settled_mib()
 
     async def use():
@@ -115,8 +116,10 @@ def test_an_object_lives_in_the_store_until_it_is_dropped(running):
             await scope.get(late)
 
     within(use())
+    leave()
 
 
+@pytest.mark.thorough
 def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
     """The encoder's node is lost while the first expert computes: the second needs what was encoded there."""
     cluster, spec = running
