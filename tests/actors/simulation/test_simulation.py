@@ -3,20 +3,16 @@
 A failing seed prints what happened; `python -m tests.actors.simulation SEED` runs it again.
 """
 
-import asyncio
-import gc
 import os
 import time
-import warnings
 
 import pytest
 
 from actors.errors import RequestFailed
 from actors.pipeline.request_run import RequestRun
-from actors.slices.async_slice import AsyncSlice, wait_despite_cancellation
+from actors.slices.async_slice import AsyncSlice
 from actors.slices.leader import SliceLeader
 from tests.actors.simulation.scenario import limit_garbage_collection, simulate
-from tests.actors.simulation.virtual_time import virtual_time
 from wan_tpu.errors import OutputError
 from wan_tpu.stage_machine import StageMachine
 
@@ -50,25 +46,6 @@ def test_every_request_ends_once_with_its_own_video_whatever_breaks(seeds):
 
 def test_the_same_seed_is_the_same_story():
     assert simulate(11).story == simulate(11).story
-
-
-def test_a_run_that_ends_in_the_midst_of_work_warns_of_nothing():
-    async def release():
-        pass
-
-    async def visit():
-        try:
-            await asyncio.sleep(100)
-        finally:
-            await wait_despite_cancellation(release())
-
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        with virtual_time() as loop:
-            loop.create_task(visit())
-            loop.run_until_complete(asyncio.sleep(1))
-        gc.collect()
-    assert not warned
 
 
 @pytest.mark.soak
