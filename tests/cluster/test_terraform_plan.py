@@ -67,22 +67,6 @@ def test_terraform_finds_it_valid_and_formatted(terraform):
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "problem"),
-    [
-        ("cluster", "google_service_account.nodes.email", "google_service_account.nodes.mail", "Unsupported attribute"),
-        ("database", 'database_version    = "POSTGRES_17"', "", "Missing required argument"),
-    ],
-)
-def test_terraform_finds_mistakes_with_these_types(name, old, new, problem, terraform):
-    file = terraform.folder / f"{name}.tf"
-    assert old in FILES[file.name]
-    file.write_text(FILES[file.name].replace(old, new))
-    text, code = terraform.run("validate", "-no-color")
-    file.write_text(FILES[file.name])
-    assert code != 0 and problem in text
-
-
-@pytest.mark.parametrize(
     "capacity",
     [pytest.param(each, marks=() if each in ("on-demand", "queued") else pytest.mark.thorough) for each in CAPACITIES],
 )

@@ -143,24 +143,6 @@ def start_driver(running, spec, folder, id, size, steps):
     return start_module(worker, running.cluster.address, *files, output=folder / "log")
 
 
-def test_batch_run_again_goes_on_where_its_killed_driver_was(running, undisturbed_video, spec, tmp_path):
-    """Run again it makes what is missing, from where it was; meanwhile the slices may still work for the first one."""
-    snapshots = Snapshots(spec.settings.snapshots)
-    driver = start_driver(running, spec, tmp_path, "cat", 64, ALL)
-    wait_for(lambda: snapshots.list_names("cat"), "a snapshot")
-    driver.kill()
-    driver.join()
-    again = start_driver(running, spec, tmp_path, "cat", 64, ALL)
-    again.join(SECONDS)
-    log = (tmp_path / "log").read_text()
-    assert again.exitcode == 0, log
-    assert "1 made" in log
-    first = [int(word) for word in log.partition("first steps")[2].splitlines()[0].split()]
-    assert first[-1] > 1  # it went on
-    assert (tmp_path / "out" / "cat.mp4").read_bytes() == undisturbed_video
-    assert not snapshots.list_names("cat")
-
-
 def test_a_killed_driver_s_slices_are_soon_free(running, spec, tmp_path):
     snapshots = Snapshots(spec.settings.snapshots)
     driver = start_driver(running, spec, tmp_path, "long", 256, 5 * ALL)  # long after its driver is seen to be gone

@@ -18,7 +18,6 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.reliability import ReliabilitySettings
-from actors.slices.router import explain_choice
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.gang.placement import select_off_hosts
@@ -141,28 +140,6 @@ def test_first_span_of_a_call_says_why_its_slice_was_chosen(spans_of, slices_of,
     logged = [record.fields for record in caplog.records if record.message == "goes to"]
     chosen = {"job": "0", "slice": by_stage["decoder"][0].slice, "why": "0 calls, others 0; holds the program"}
     assert chosen in logged
-
-
-@pytest.mark.parametrize(
-    ("calls", "index", "says"),
-    [
-        ([(False, 3, True)], 0, "the only replica that answered"),
-        ([(False, 0, True), (False, 2, False), (False, 5, True)], 0, "0 calls, others 2 to 5; lacks the program"),
-        ([(False, 4, False), (False, 4, True)], 1, "4 calls, others 4; lacks the program; 1 ranked before it was full"),
-        (
-            [(False, 7, False), (True, 0, False)],
-            0,
-            "7 calls, others 0; holds the program; passes over 1 that failed this request",
-        ),
-        (
-            [(True, 0, False), (True, 1, False)],
-            0,
-            "0 calls, others 1; holds the program; has failed this request before, as have all that are left",
-        ),
-    ],
-)
-def test_reason_names_what_decided(calls, index, says):
-    assert explain_choice(calls, index) == says
 
 
 @pytest.mark.thorough
