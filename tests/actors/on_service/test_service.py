@@ -1,6 +1,7 @@
 """OpenAI's client against the service on an emulated cluster; and the processes of the service killed meanwhile."""
 
 import dataclasses
+import functools
 import threading
 
 import httpx
@@ -11,14 +12,16 @@ from actors.api.deploy import ServiceStartFailed, deploy_service
 from actors.jobs.database import Database
 from actors.jobs.store import JobStore
 from actors.jobs.watching import list_fragments
+from tests import waiting
 from tests.actors.api.test_openai_client import frames_of
 from tests.actors.on_service.conftest import free_port
 from tests.conftest import PHOTO
-from tests.waiting import SECONDS, wait_for
+from tests.waiting import SECONDS
 
 pytestmark = pytest.mark.long
 
 STEPS = 600  # 10 ms each, and told once a second
+wait_for = functools.partial(waiting.wait_for, pause_s=0.2)  # An answer costs the service and its client 10 ms.
 ASKED = {"prompt": "A cat looks into the camera", "size": "64x64"}
 
 
@@ -157,7 +160,7 @@ def test_a_rolling_update_loses_no_job_and_refuses_none(online):
         refused, ended = [], threading.Event()
 
         def ask():
-            while not ended.wait(0.05):
+            while not ended.wait(0.1):
                 try:
                     answer = http.get(f"/v1/videos/{jobs[0].id}")
                     if answer.status_code != 200:
