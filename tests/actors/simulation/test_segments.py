@@ -110,12 +110,8 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("defect", "options"),
-    [pytest.param(*case, marks=pytest.mark.soak if case in DEFECTS[1:] else ()) for case in DEFECTS],
-    ids=[defect.__name__ for defect, _ in DEFECTS],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("defect", "options"), DEFECTS, ids=[defect.__name__ for defect, _ in DEFECTS])
 def test_a_defect_that_is_put_back_is_found(defect, options, simulate, monkeypatch):
     defect(monkeypatch)
     result, tried = first_failure(simulate, range(10**6), **options)
