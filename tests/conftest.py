@@ -73,7 +73,8 @@ SHARING = (
 
 def starts_clusters(nodeid: str) -> bool:
     """Return whether a test starts Ray clusters, or processes that wait for each other, and measures times."""
-    computing = ("tests/actors/api/", "tests/actors/jobs/", "tests/actors/slices/test_stage_host.py", *SHARING)
+    folders = (f"tests/actors/{name}/" for name in ("api", "jobs", "simulation"))
+    computing = (*folders, "tests/actors/slices/test_stage_host.py", *SHARING)
     return nodeid.startswith(("tests/cluster/", "tests/actors/")) and not nodeid.startswith(computing)
 
 
@@ -89,7 +90,7 @@ class Scheduling(LoadFileScheduling):
             return "pipelines"
         if not starts_clusters(nodeid) and not nodeid.startswith(PLAN):
             return super()._split_scope(nodeid)
-        slices = ("slices/", "on_slices/", "test_spot.py", "test_meters.py")
+        slices = ("slices/", "on_slices/", "on_service/", "test_spot.py", "test_meters.py")
         first = (*(f"tests/actors/{name}" for name in slices), PLAN)
         # Both groups take about equally long.
         return "clusters: slices" if nodeid.startswith(first) else "clusters: all others"

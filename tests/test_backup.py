@@ -59,7 +59,7 @@ class OnSqlite:
         return self._restored
 
 
-@pytest.fixture(params=["postgresql", "sqlite"])
+@pytest.fixture(params=[pytest.param("postgresql", marks=pytest.mark.thorough), "sqlite"])
 def backup(request, tmp_path):
     if request.param == "postgresql":
         return OnPostgres(request.getfixturevalue("server"), tmp_path)

@@ -104,15 +104,3 @@ def test_targets_of_make_that_pages_name_are_there(page):
 
 def test_page_of_benchmarks_is_the_one_that_its_figures_make():
     assert (ROOT / "docs" / "benchmarks.md").read_text() == as_page(read_benchmarks())
-
-
-def test_benchmarks_without_a_source_are_refused():
-    figures = {"how": "guessed", "date": "2026-11-27", "machine": "m", "command": "c", "columns": ["a"], "rows": []}
-    benchmarks = {"introduction": "", "machines": {"m": "two cores"}}
-    with pytest.raises(ValueError, match="'guessed'"):
-        as_page(benchmarks | {"sections": [{"title": "t", "figures": [figures]}]})
-    with pytest.raises(ValueError, match="2"):
-        as_page(
-            benchmarks
-            | {"sections": [{"title": "t", "figures": [figures | {"how": "measured", "rows": [["1", "2"]]}]}]}
-        )

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.one_more_field import list_digests
 
 
+@pytest.mark.thorough
 def test_one_line_gives_every_way_in_the_field(tmp_path):
     (tmp_path / "with").mkdir()
     command = [sys.executable, Path(__file__).with_name("one_more_field.py"), tmp_path / "with"]

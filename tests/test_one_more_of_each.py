@@ -74,6 +74,7 @@ def test_kernel_is_priced_as_what_it_says_it_is_on_the_generation(generation, ke
     assert [name for name in undeclared.unpriced if "triple" in name]
 
 
+@pytest.mark.thorough
 def test_field_that_changes_a_program_is_priced(generation, tmp_path, monkeypatch):
     spec = published_spec(MODEL)
     shape = type(spec).latent_shape

@@ -196,7 +196,8 @@ def test_no_message_names_a_family():
     titles = re.compile("|".join(re.escape(family.title.split(" and ")[0]) for family in FAMILIES.values()))
     for package in PACKAGES:
         for file in FOLDERS[package].rglob("*.py"):
-            if ROOT / "wan_tpu" / "families" not in file.parents:
+            # A file in which no title stands is not parsed.
+            if ROOT / "wan_tpu" / "families" not in file.parents and titles.search(file.read_text()):
                 assert not [text for text in list_strings(file) if titles.search(text)], file
 
 
@@ -219,9 +220,10 @@ def test_what_is_not_public_in_ray_and_jax_is_used_in_one_file_each():
     }
 
 
-# Imports the command line once, then prints a command's help, and which modules it imported, in a fork for each.
+# Imports once what most commands import, then prints a command's help and all modules in a fork for each.
 HELP = """
 import contextlib, io, json, os, runpy, sys
+import actors.commands.arguments
 from actors.cli import main
 sys.path.insert(0, "scripts")
 for command in sys.argv[1:]:
@@ -270,19 +272,3 @@ def test_generators_are_closed_where_they_are_left():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.AsyncFor | ast.comprehension) and getattr(node, "is_async", True):
                 assert not isinstance(node.iter, ast.Call), f"{file}: bind {ast.unparse(node.iter)} by aclosing"
-
-
-def test_http_clients_in_tests_say_how_long_they_wait():
-    """By default, httpx gives up after five seconds, which a busy machine may need for any answer."""
-    asking = {"Client", "AsyncClient", "get", "post", "put", "delete", "request", "stream"}
-    for file in (ROOT / "tests").rglob("*.py"):
-        source = file.read_text()
-        for node in ast.walk(ast.parse(source)) if "httpx." in source else ():
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and isinstance(node.func.value, ast.Name)
-                and (node.func.value.id, node.func.attr in asking) == ("httpx", True)
-            ):
-                keywords = {keyword.arg for keyword in node.keywords}
-                assert keywords & {"timeout", "transport"}, f"{file}:{node.lineno}"

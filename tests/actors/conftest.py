@@ -1,10 +1,13 @@
-"""Shared by the tests of the glue: emulators of services that keep buckets, over HTTP, and all kinds of storage."""
+"""Shared by the tests of the glue: emulators of buckets, all kinds of storage, and a cluster of one slice."""
 
+import contextlib
 import dataclasses
 import itertools
 
 import pytest
 
+from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice
+from cluster.slice_spec import SliceSpec
 from tests.actors import gcs_server, s3_server
 from wan_tpu.storage.base import BucketStorage
 from wan_tpu.storage.opening import open_bucket, open_storage
@@ -85,3 +88,13 @@ def storage(request, tmp_path):
         return open_storage(tmp_path / "out")
     request.getfixturevalue("emulator" if request.param == "gs" else "s3_emulator").failures.clear()
     return open_bucket(f"{request.param}://videos/test-{next(_FOLDERS)}")
+
+
+@pytest.fixture(scope="package")
+def one_slice(tmp_path_factory, forks):
+    """An emulated cluster of one slice of one host, whose processes work in another folder. Modules join and leave."""
+    folder = tmp_path_factory.mktemp("one-slice")
+    with contextlib.chdir(folder):
+        cluster = EmulatedCluster.start((EmulatedSlice("one", SliceSpec("v6e-1"), 1),), folder=folder, forks=forks)
+    with cluster:
+        yield cluster

@@ -214,7 +214,7 @@ def test_stopped_drivers_are_resumed(tmp_path, request, kind, number):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["--block-signal=INT", "--ignore-signal=INT"])
+@pytest.mark.parametrize("how", ["--ignore-signal=INT", pytest.param("--block-signal=INT", marks=pytest.mark.thorough)])
 def test_a_job_of_rays_and_one_in_a_shells_background_end_at_sigterm(tmp_path, request, how):
     stop_and_resume(tmp_path, request, "folder", signal.SIGTERM, through=["env", how])
 

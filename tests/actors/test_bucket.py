@@ -83,6 +83,7 @@ def test_a_second_start_with_the_same_bucket_compiles_nothing(gcs_prefix, emulat
     assert objects[0] and objects[0] == objects[1]
 
 
+@BOTH
 def test_changed_object_is_fetched_again(checkpoint_address, bucket):
     before = Checkpoint(checkpoint_address)
     assert before.index["_class_name"] == "WanPipeline"
@@ -124,6 +125,7 @@ def test_missing_checkpoint_is_named_with_its_remedy(address, message, emulator,
         open_spec(address)
 
 
+@BOTH
 def test_a_file_that_is_cut_off_is_not_kept(checkpoint_address, bucket, tmp_path):
     bucket.emulator.failures[:] = [(404, "Not Found", "before")] * 3
     with pytest.raises(CheckpointError, match="bucket"):

@@ -294,9 +294,8 @@ def test_bash_completes_commands_options_and_values(capsys, tmp_path):
 def test_request_that_the_model_cannot_make_is_refused_without_importing_jax(tmp_path):
     code = "import sys; sys.modules['jax'] = sys.modules['torch'] = None; from actors.cli import main; sys.exit(main())"
     argv = ["generate", "--model", "examples/small-wan2.2-i2v", "--prompt", "x", "--output", str(tmp_path / "x.mp4")]
-    for wrong, field in ((["--image", "examples/ball.png", "--preset", "fast"], "preset"), ([], "image")):
-        done = subprocess.run([sys.executable, "-c", code, *argv, *wrong], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and field in done.stderr
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "image" in done.stderr
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_error():

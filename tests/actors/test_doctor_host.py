@@ -58,7 +58,3 @@ def test_lock_of_another_user_is_named():
     assert findings[-1]["verdict"] == "fail"
     assert f"{lock.name} belongs to user {os.getuid()}; user" in findings[-1]["measured"]
     assert findings[-1]["advice"].endswith(f"rm {lock.name}")
-
-
-def test_remedy_for_gke_is_a_section_of_its_page():
-    assert "### Locked memory" in (ROOT / "docs" / "gke.md").read_text()

@@ -37,7 +37,7 @@ def test_seconds_of_a_tpu_trace_are_those_of_its_operations():
     assert sum_categories(events, 2) == pytest.approx({"convolution fusion": 500e-6, "all-to-all": 100e-6})
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_trace_of_this_machine_has_its_operations():
     """In a process of its own: what has loaded libtpu can't trace without a TPU."""
     run_module("tests.actors.trace_worker", environment=with_devices(2))

@@ -112,9 +112,7 @@ class Interrupting:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["status", "--address", "127.0.0.1:1"],
         ["serve", "--down", "--address", "127.0.0.1:1"],
-        ["drive", "--address", "127.0.0.1:1", "--manifest", "in.jsonl", "--output", "out"],
         ["submit", "--address", "http://127.0.0.1:1", "--stop", "job"],
     ],
     ids=lambda argv: argv[0],

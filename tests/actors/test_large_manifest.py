@@ -86,6 +86,7 @@ def test_no_plan_depends_on_texts_or_seed(name):
     assert len(plans[0].prompts) == len(plans[1].prompts)
 
 
+@pytest.mark.thorough
 def test_reading_takes_as_long_for_late_lines_as_for_early_ones(tmp_path):
     """Four thousand lines took seven seconds when every line was compared with all before it; now 0.2 s."""
     path = write_manifest(tmp_path, ({"id": f"clips/{i // 100}/video-{i}", "seed": i} for i in range(4000)))

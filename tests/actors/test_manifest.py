@@ -177,6 +177,7 @@ def test_from_gs(gcs, gcs_prefix):
     assert "outside the bucket 'videos'" in read.bad[0].reason
 
 
+@pytest.mark.parametrize("bucket", ["gs", pytest.param("s3", marks=pytest.mark.thorough)], indirect=True)
 def test_references_and_videos_in_a_bucket(bucket, tmp_path):
     files, wan = bucket.storage, published_spec("wan2.1-t2v-1.3b")
     sound, clip = write_sound(tmp_path / "song.wav", 1), write_video(tmp_path / "clip.mp4", 9)

@@ -7,7 +7,6 @@ import pytest
 
 from actors.commands.timeouts import add_reliability, list_names, read_reliability
 from actors.reliability import ReliabilitySettings, build_environment
-from tests.conftest import ROOT
 from wan_tpu.errors import InvalidInput
 from wan_tpu.storage.base import OUTAGE_VARIABLE, outage_s
 
@@ -29,15 +28,6 @@ def test_every_setting_is_reached_by_an_option():
             beside = ["--timeout=renewal=0.1", "--timeout=check_in=0.1"]
         settings = read(option, *beside)
         assert getattr(settings, name) == (123 if name.endswith("_attempts") else 7200.5)
-
-
-def test_every_setting_is_documented():
-    tables = "".join((ROOT / "docs" / page).read_text() for page in ("pipeline.md", "cluster.md"))
-    for field in dataclasses.fields(ReliabilitySettings):
-        name, default = field.name.removesuffix("_s").removesuffix("_attempts"), field.default
-        unit = "" if field.name.endswith("_attempts") else " s"
-        value = "none" if default is None else f"{default:g}{unit}"
-        assert f"| `{name}` | {value} |" in tables, f"{name}, {value}"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Where Ray Serve's one proxy listens, on an emulated cluster: it starts anew elsewhere when nothing runs on it."""
 
-import contextlib
 import os
 import socket
 
@@ -16,9 +15,8 @@ from actors.commands.mounted_layout import MountedLayout
 from actors.jobs.keys import make_key
 from actors.jobs.store import open_database
 from cluster.connect import connect, leave
-from cluster.emulation.cluster import EmulatedCluster, list_emulated_slices
 from cluster.errors import PortTaken
-from tests.actors.on_service.conftest import LAYOUT, LAYOUT_TEXT, free_port
+from tests.actors.on_service.conftest import LAYOUT_TEXT, free_port
 from tests.waiting import wait_for
 from wan_tpu.errors import InvalidInput
 
@@ -32,16 +30,10 @@ class Other:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory, forks):
-    folder = tmp_path_factory.mktemp("address")
-    with contextlib.chdir(folder):  # in which its processes work
-        cluster = EmulatedCluster.start(list_emulated_slices(LAYOUT), folder=folder / "cluster", forks=forks)
-    with cluster:
-        connect(cluster.address)
-        try:
-            yield cluster
-        finally:
-            leave()
+def cluster(one_slice):
+    connect(one_slice.address)
+    yield one_slice
+    leave()
 
 
 def listens(host, port):

@@ -16,8 +16,6 @@ from actors.pipeline.claim import _Claim, claim_start
 from cluster.connect import connect, leave
 from cluster.draining import find_drain_s
 from cluster.emulation import ray_nodes
-from cluster.emulation.cluster import EmulatedCluster, EmulatedSlice
-from cluster.slice_spec import SliceSpec
 from tests.actors.test_status import SPEC
 from tests.cluster.conftest import drain
 from tests.conftest import ROOT
@@ -27,12 +25,10 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory, forks):
-    slices = (EmulatedSlice("one", SliceSpec("v6e-1")),)
-    with EmulatedCluster.start(slices, folder=tmp_path_factory.mktemp("cluster"), forks=forks) as running:
-        connect(running.address)
-        yield running
-        leave()
+def cluster(one_slice):
+    connect(one_slice.address)
+    yield one_slice
+    leave()
 
 
 @contextlib.contextmanager
@@ -99,6 +95,7 @@ def test_claim_ends_with_its_process(cluster):
 
 
 def test_drain_is_unknown_while_the_control_store_is_silent(cluster):
+    """It is the last test of the cluster, whose only slice is drained."""
     [node] = [node["NodeID"] for node in ray.nodes() if node["Resources"].get("TPU")]
     busy = ray.remote(num_cpus=0, resources={"TPU": 1})(_Claim).remote()  # An idle node would leave at once.
     ray.get(busy.__ray_ready__.remote())

@@ -118,6 +118,7 @@ def make_all_kinds(address, worker):
     return list(frames)
 
 
+@pytest.mark.thorough
 def test_versions_work_beside_each_other(earlier, tmp_path):
     """The new ingress changes the schema while the old processes run; a worker of the other version makes its jobs."""
     with Version(earlier, tmp_path) as old, Version(ROOT, tmp_path) as new:

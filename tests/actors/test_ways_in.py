@@ -56,7 +56,7 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
     lines = tmp_path / "in.jsonl"
     entries = {"long": {"steps": 100}, "short": {"steps": 2}}
     options = ["--manifest", manifest(lines, **MINUTES, **entries), "--output", str(out)]
-    driver = cluster.start("drive", *cluster.pipeline, *options, "--warm_up", "96x64x5")
+    driver = cluster.start("drive", *cluster.pipeline, *options)
     try:
         status = cluster.stepping(driver)
         assert status["pipeline"]["chips"] == "emulated"
@@ -78,11 +78,6 @@ def test_a_batch_brings_up_its_own_pipeline_and_the_next_one_finishes_what_a_kil
     assert [json.loads(line)["status"] for line in (out / "results.jsonl").open()] == ["done", "done", "invalid"]
     assert (out / "timeline.png").stat().st_size > 10_000
     cluster.check_nothing_is_held()
-    # Nothing is missing: no pipeline is brought up for that.
-    code, log, _ = cluster.run("submit", *cluster.pipeline, *options)
-    assert code == 1
-    assert "2 done before" in log
-    assert "starting" not in log
 
 
 @pytest.mark.soak

@@ -32,7 +32,7 @@ def all_free(cluster: EmulatedCluster) -> Iterator[Callable[..., None]]:
     """Return a function that waits until all chips are free and some processes are gone; wait again after the test."""
 
     def wait(*pids: int, chips: int = CHIPS) -> None:
-        wait_for(lambda: ray.available_resources().get("TPU") == chips, "all chips free")
+        wait_for(lambda: ray.available_resources().get("TPU") == chips, "all chips free", pause_s=0.1)
         wait_for(lambda: not any(map(psutil.pid_exists, pids)), f"no process of {pids}")
 
     yield wait

@@ -39,7 +39,7 @@ def test_everything_is_checked_on_both_hosts(cluster, all_free, tmp_path):
         assert not [finding for part in host for finding in part["findings"] if finding["verdict"] == "fail"]
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_folder_that_hosts_do_not_have_is_named(cluster, all_free, tmp_path):
     done, bundle = run_doctor(cluster, tmp_path, "--part", "mp4", "--disk", str(tmp_path / "none"))
     assert (done.returncode, bundle) == (1, None)

@@ -158,7 +158,8 @@ def test_a_node_that_does_not_start_tells_the_end_of_its_logs(tmp_path, caplog):
     assert "once more" not in caplog.text
 
 
-@pytest.mark.parametrize("sent", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_node_with_a_process_that_hangs_or_dies_is_started_once_more(sent, cluster, tmp_path, monkeypatch, caplog):
     """By a process that has joined another cluster, and keeps to it."""
     from ray._private import services

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jsonschema
 import pytest
 
 from cluster.layout import Layout
@@ -37,27 +36,6 @@ OBJECTS = build_objects()
 @pytest.mark.parametrize("key", OBJECTS, ids="-".join)
 def test_object_is_of_its_kind(key):
     check(OBJECTS[key])
-
-
-@pytest.mark.parametrize(
-    ("kind", "path", "wrong"),
-    [
-        ("GCPBackendPolicy", "spec default timeoutSecs", 5),  # There is no such field.
-        ("Gateway", "spec listeners 0 port", 70_000),
-        ("Gateway", "spec listeners 1 name", "https"),  # A rule: names are unique.
-        ("Service", "spec ports 0 port", "http"),
-    ],
-)
-def test_mistake_is_noticed(kind, path, wrong):
-    """Names, types, limits and rules of a schema are all followed."""
-    content = next(item for (name, _), item in build_objects().items() if name == kind)
-    *parents, last = (int(part) if part.isdigit() else part for part in path.split())
-    part = content
-    for parent in parents:
-        part = part[parent]
-    part[last] = wrong
-    with pytest.raises(jsonschema.ValidationError):
-        check(content)
 
 
 def test_each_queued_slice_is_requested_whole_and_used_by_its_own_pods():

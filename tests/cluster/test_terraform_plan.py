@@ -67,22 +67,9 @@ def test_terraform_finds_it_valid_and_formatted(terraform):
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "problem"),
-    [
-        ("cluster", "google_service_account.nodes.email", "google_service_account.nodes.mail", "Unsupported attribute"),
-        ("database", 'database_version    = "POSTGRES_17"', "", "Missing required argument"),
-    ],
+    "capacity",
+    [pytest.param(each, marks=() if each in ("on-demand", "queued") else pytest.mark.thorough) for each in CAPACITIES],
 )
-def test_terraform_finds_mistakes_with_these_types(name, old, new, problem, terraform):
-    file = terraform.folder / f"{name}.tf"
-    assert old in FILES[file.name]
-    file.write_text(FILES[file.name].replace(old, new))
-    text, code = terraform.run("validate", "-no-color")
-    file.write_text(FILES[file.name])
-    assert code != 0 and problem in text
-
-
-@pytest.mark.parametrize("capacity", CAPACITIES)
 def test_planned_node_pools_have_the_machines_that_pods_select(capacity, terraform):
     layout = Layout.parse(f"{KINDS}  cube: {{stages: [h], slice: v7x-32}}\n", "kinds")
     (terraform.folder / "pools.tfvars").write_text(format_variables(layout, capacity))
@@ -168,14 +155,14 @@ def test_destroy_is_not_refused_for_what_the_module_and_a_service_have_left_in_e
     assert re.search(r'version = "~> 8\.7"', FILES["versions.tf"])
 
 
-@pytest.mark.parametrize("protection", [True, False])
-def test_deletion_is_protected_by_one_variable_alone(protection, terraform):
-    planned = terraform.plan(f"-var=deletion_protection={str(protection).lower()}")
-    protected = {address.split(".")[0]: values.get("deletion_protection") for address, values in planned.items()}
-    assert {kind: value for kind, value in protected.items() if value is not None} == {
-        "google_container_cluster": protection,
-        "google_sql_database_instance": protection,
-    }
+def test_deletion_is_protected_by_one_variable_alone(terraform):
+    for arguments, protection in (([], True), (["-var=deletion_protection=false"], False)):
+        planned = terraform.plan(*arguments)
+        protected = {address.split(".")[0]: values.get("deletion_protection") for address, values in planned.items()}
+        assert {kind: value for kind, value in protected.items() if value is not None} == {
+            "google_container_cluster": protection,
+            "google_sql_database_instance": protection,
+        }
 
 
 def test_node_pools_of_emulated_slices_are_refused():

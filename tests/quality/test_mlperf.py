@@ -94,6 +94,7 @@ pathlib.Path(args.output_path, "results_1_eval_results.json").write_text(json.du
 """  # in the form of VBench's own, whose models have gigabytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("score", "code"), [(0.70, 0), (0.69, 1)])
 def test_the_verdict_is_that_of_the_rules(score, code, tmp_path, capsys):
     (tmp_path / "evaluate.py").write_text(EVALUATE.replace("SCORE", str(score)))

@@ -59,7 +59,7 @@ def test_a_mistake_that_the_gate_does_not_see_is_named_with_the_test_that_does()
         assert f"def {test}(" in (ROOT / file).read_text()
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_the_vae_rebuilds_what_it_has_not_seen(scenes):
     assert gate.measure_reconstruction(CHECKPOINT, scenes).low >= 28
 

@@ -12,7 +12,6 @@ import httpx
 import psutil
 import pytest
 
-from tests.actors.api.serving import wait_for_end
 from tests.actors.on_slices.running import title
 from tests.conftest import PHOTO
 from tests.waiting import SECONDS, wait_for
@@ -77,6 +76,7 @@ def test_bodies_end_where_they_must(online, http):
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.thorough  # tests/cluster/test_haproxy.py times them out, too.
 def test_slow_clients_hold_nobody_up(http, connect):
     slow = [connect() for _ in range(100)]
     for connection in slow:
@@ -104,18 +104,6 @@ def test_client_that_hangs_up_leaves_nothing_behind(online, http, connect):
     wait_for(lambda: len(ingress.net_connections("inet")) < before + 10, "the end of connections")
     for job in jobs:
         http.post(f"/v1/videos/{job}/cancel")
-
-
-def test_part_of_a_video_is_served_through_haproxy(online, http):
-    video = http.post("/v1/videos", files={"input_reference": PHOTO.read_bytes()}, data=JOB).json()
-    ended = wait_for_end(http, video["id"])
-    assert ended["status"] == "completed", ended["error"]
-    whole = http.get(f"/v1/videos/{video['id']}/content")
-    part = http.get(f"/v1/videos/{video['id']}/content", headers={"Range": "bytes=100-199"})
-    assert (part.status_code, part.content) == (206, whole.content[100:200])
-    assert part.headers["content-range"] == f"bytes 100-199/{len(whole.content)}"
-    unchanged = http.get(f"/v1/videos/{video['id']}/content", headers={"If-None-Match": whole.headers["etag"]})
-    assert unchanged.status_code == 304
 
 
 @pytest.mark.soak  # test_chaos.py kills each of them, too.

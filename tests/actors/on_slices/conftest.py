@@ -40,7 +40,7 @@ REQUEST = GenerationRequest(
     steps=200,
     shift=5.0,
 )
-SHORT = dataclasses.replace(REQUEST, steps=100)  # where nothing is killed
+SHORT = dataclasses.replace(REQUEST, steps=100)
 POISON = "☠"  # the tokenizer doesn't know it, and what stands for unknown words is broken in these weights
 
 

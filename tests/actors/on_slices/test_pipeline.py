@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import diffusers
@@ -295,6 +296,20 @@ def test_ray_s_dashboard_finds_the_hosts_that_it_can_trace(running, profiler_por
     assert listening and listening <= {process.pid for process in running.all_hosts()}
     keys = _internal_kv_list("jax_profiler_port:", namespace=KV_NAMESPACE_DASHBOARD)  # of hosts that were killed, too
     assert listening <= {int(key.decode().rpartition(":")[2]) for key in keys}
+
+
+def test_requests_survive_their_killed_replica(running, undisturbed_video):
+    [leader], host = running.leaders("high"), running.host("high")
+    snapshots = Snapshots(running.pipeline.spec.settings.snapshots)
+    making, beside = running.start("replica", SHORT), running.start("beside", SHORT)
+    # It is seen sooner than the request's steps, which come through Serve.
+    wait_for(lambda: snapshots.list_names("replica"), "a snapshot")
+    kill(leader)
+    for request in (making, beside):
+        assert request.video() == undisturbed_video
+        ran = Counter(request.steps("denoise_high") + request.steps("denoise_low"))
+        assert sum(times - 1 for times in ran.values()) <= 40  # Twice as many as from snapshot to snapshot.
+    assert not host.is_running()
 
 
 def test_a_pool_that_waits_for_its_slice_is_taken_down_at_once(running, settings):

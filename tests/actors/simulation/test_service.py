@@ -11,7 +11,7 @@ from actors.jobs.work import WorkQueue
 from tests.actors.simulation.scenario import limit_garbage_collection
 from tests.actors.simulation.service import simulate_service
 
-SEEDS, JOBS = range(4), 12
+SEEDS, JOBS = range(2), 12
 
 
 @pytest.fixture

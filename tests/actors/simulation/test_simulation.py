@@ -3,20 +3,16 @@
 A failing seed prints what happened; `python -m tests.actors.simulation SEED` runs it again.
 """
 
-import asyncio
-import gc
 import os
 import time
-import warnings
 
 import pytest
 
 from actors.errors import RequestFailed
 from actors.pipeline.request_run import RequestRun
-from actors.slices.async_slice import AsyncSlice, wait_despite_cancellation
+from actors.slices.async_slice import AsyncSlice
 from actors.slices.leader import SliceLeader
 from tests.actors.simulation.scenario import limit_garbage_collection, simulate
-from tests.actors.simulation.virtual_time import virtual_time
 from wan_tpu.errors import OutputError
 from wan_tpu.stage_machine import StageMachine
 
@@ -41,7 +37,7 @@ def first_failure(seeds, *, videos=10**9, until_s=float("inf"), **options):
     return None, videos_made
 
 
-@pytest.mark.parametrize("seeds", [SEEDS[:12], pytest.param(SEEDS[12:], marks=pytest.mark.long)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [SEEDS[:9], pytest.param(SEEDS[9:], marks=pytest.mark.thorough)], ids=["few", "many"])
 def test_every_request_ends_once_with_its_own_video_whatever_breaks(seeds):
     failed, videos_made = first_failure(seeds, videos=VIDEOS)
     assert failed is None, failed.tell()
@@ -50,25 +46,6 @@ def test_every_request_ends_once_with_its_own_video_whatever_breaks(seeds):
 
 def test_the_same_seed_is_the_same_story():
     assert simulate(11).story == simulate(11).story
-
-
-def test_a_run_that_ends_in_the_midst_of_work_warns_of_nothing():
-    async def release():
-        pass
-
-    async def visit():
-        try:
-            await asyncio.sleep(100)
-        finally:
-            await wait_despite_cancellation(release())
-
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        with virtual_time() as loop:
-            loop.create_task(visit())
-            loop.run_until_complete(asyncio.sleep(1))
-        gc.collect()
-    assert not warned
 
 
 @pytest.mark.soak
@@ -133,10 +110,9 @@ def raises_into_the_work(patch):
     "defect",
     [
         starts_at_the_first_step,
-        asks_ray_on_the_loop,
         *(
             pytest.param(defect, marks=pytest.mark.soak)
-            for defect in (blames_the_request, forgets_while_it_writes, raises_into_the_work)
+            for defect in (asks_ray_on_the_loop, blames_the_request, forgets_while_it_writes, raises_into_the_work)
         ),
     ],
 )

@@ -18,7 +18,6 @@ from actors.pipeline.driver import PipelineDriver
 from actors.pipeline.pools import deploy, shut_down, wait_until_up
 from actors.pipeline_spec import PipelineSettings, PipelineSpec
 from actors.reliability import ReliabilitySettings
-from actors.slices.router import explain_choice
 from cluster.connect import connect, leave
 from cluster.emulation import ray_nodes
 from cluster.gang.placement import select_off_hosts
@@ -143,28 +142,7 @@ def test_first_span_of_a_call_says_why_its_slice_was_chosen(spans_of, slices_of,
     assert chosen in logged
 
 
-@pytest.mark.parametrize(
-    ("calls", "index", "says"),
-    [
-        ([(False, 3, True)], 0, "the only replica that answered"),
-        ([(False, 0, True), (False, 2, False), (False, 5, True)], 0, "0 calls, others 2 to 5; lacks the program"),
-        ([(False, 4, False), (False, 4, True)], 1, "4 calls, others 4; lacks the program; 1 ranked before it was full"),
-        (
-            [(False, 7, False), (True, 0, False)],
-            0,
-            "7 calls, others 0; holds the program; passes over 1 that failed this request",
-        ),
-        (
-            [(True, 0, False), (True, 1, False)],
-            0,
-            "0 calls, others 1; holds the program; has failed this request before, as have all that are left",
-        ),
-    ],
-)
-def test_reason_names_what_decided(calls, index, says):
-    assert explain_choice(calls, index) == says
-
-
+@pytest.mark.thorough
 def test_many_at_once_are_spread_evenly(running):
     """They come within milliseconds: the replicas themselves don't know yet what each is about to get."""
 
@@ -224,7 +202,12 @@ def test_a_request_that_a_slice_has_failed_goes_to_another(running, slices_of):
 
 
 @pytest.mark.parametrize(
-    ("how", "cache"), [("sick", None), pytest.param("hung", None, marks=pytest.mark.soak), ("hung", "magcache")]
+    ("how", "cache"),
+    [
+        pytest.param("sick", None, marks=pytest.mark.thorough),
+        pytest.param("hung", None, marks=pytest.mark.soak),
+        ("hung", "magcache"),
+    ],
 )
 def test_a_slice_that_fails_everybody_or_hangs_is_replaced_and_costs_no_request(running, slices_of, how, cache):
     """One that fails does it in milliseconds: it always has the fewest calls, and would be given every request.

@@ -1,6 +1,5 @@
 """The simulated host is like the real one to whoever calls it, and notices payloads that are not its request's."""
 
-import dataclasses
 import inspect
 import subprocess
 import sys
@@ -11,11 +10,9 @@ from actors.observe.span import Span
 from actors.slices.stage_host import StageHost
 from cluster.layout import Layout
 from scripts.simulation.measure import Load, pool_figures, videos_per_hour
-from scripts.simulation.simulated import MODEL, Planned, SimulatedHost, simulated_video
+from scripts.simulation.simulated import MODEL, Planned, SimulatedHost
 from tests.conftest import PHOTO, ROOT, STAGES
 from wan_tpu import GenerationRequest, InvalidInput
-from wan_tpu.media.continued import ContinuedVideo
-from wan_tpu.media.joining import join_videos, read_clip
 from wan_tpu.plan import PromptText
 
 
@@ -35,33 +32,6 @@ def test_simulated_host_has_the_methods_of_the_real_one():
         return {name: list(inspect.signature(m).parameters) for name, m in members if not name.startswith("_")}
 
     assert methods(SimulatedHost) == methods(StageHost)
-
-
-def test_videos_continue_each_other_as_files_and_as_streams(host, tmp_path):
-    whole, files, streamed = ContinuedVideo(16.0), [], []
-    for hidden in (0, 1):
-        plan = MODEL.plan(request(prompt="a", seed=199_460_447))  # Not a number of float32.
-        plan = plan.with_request(dataclasses.replace(plan.request, hidden_frames=hidden))
-        prepare(host, plan)
-        for expert in plan.experts:
-            host.begin("k")
-            for _ in range(expert.start, expert.stop):
-                host.step("k")
-        host.prepare_decode("k", plan.without_image().request, host.collect("k").payload, fragments=True)
-        video = host.decode("k").payload
-        assert video.arrays["last_frame"].shape == (64, 64, 3)
-        files.append(tmp_path / f"{hidden}.mp4")
-        files[-1].write_bytes(video.arrays["mp4"].tobytes())
-        fragments, _ = host.take_fragments("k")
-        assert fragments[-1].endswith(simulated_video(plan.request))
-        passed_on = [whole.append(fragment) for fragment in fragments]
-        streamed += whole.add_part(files[-1])
-        assert streamed[-len(passed_on) :] == passed_on
-    join_videos(files, tmp_path / "joined.mp4")
-    (tmp_path / "streamed.mp4").write_bytes(b"".join(streamed))
-    for name in ("joined.mp4", "streamed.mp4"):
-        clip = read_clip(tmp_path / name)
-        assert (clip.frames, clip.is_even) == (9 + 8, True)
 
 
 def test_another_request_s_payload_is_noticed(host):

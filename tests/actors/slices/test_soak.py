@@ -94,7 +94,8 @@ def test_a_stage_s_inputs_are_freed_while_it_runs_and_made_again_when_it_is_lost
     assert len(high) == len(set(high)), "what the pool before has done is kept in a snapshot"
 
 
-def test_an_object_lives_in_the_store_until_it_is_dropped(running):
+def test_an_object_lives_in_the_store_until_it_is_dropped(three_slices):
+    connect(three_slices.address)
     base = _settled_mib()
 
     async def use():
@@ -115,32 +116,7 @@ def test_an_object_lives_in_the_store_until_it_is_dropped(running):
             await scope.get(late)
 
     within(use())
-
-
-def test_a_lost_host_and_its_payloads_cost_one_attempt(running, caplog):
-    """The encoder's node is lost while the first expert computes: the second needs what was encoded there."""
-    cluster, spec = running
-    request = dataclasses.replace(soak.request(8, PHOTO), steps=300)  # half of them high: 3 s
-    name, spans = slice_of("encoder-decoder"), []
-
-    async def make():
-        making = PipelineDriver(spec).generate(spec.model.plan(request), id="one", on_event=spans.append)
-        work = asyncio.create_task(making)
-        while not any(span.stage == "denoise_high" and span.kind == "compute" for span in spans):
-            await asyncio.sleep(0.05)
-            assert not work.done()
-        await asyncio.to_thread(kill_host_process, cluster, name)
-        await asyncio.to_thread(cluster.kill_host, name, 0)
-        await asyncio.to_thread(cluster.add_host, name, 0)
-        return await work
-
-    video = within(make())
-    assert video.mp4.endswith(simulated_video(request))
-    assert sum("; attempt " in record.message for record in caplog.records) == 1
-    encoded = [span for span in spans if span.stage == "encoder" and span.kind == "compute"]
-    assert len(encoded) > 3, "what was encoded is lost with the node, and is encoded again"
-    steps = [span.step for span in spans if span.step is not None]
-    assert len(steps) == len(set(steps)), "what the first expert has done is handed over or kept in a snapshot"
+    leave()
 
 
 def _settled_mib(expected=None):
