@@ -79,7 +79,7 @@ class Call:
 
 CALLS = {
     "four rows of 96 channels": (((2, 4, 16), 4, 96, 96), {"frames": 2, "pieces": "residual norm_after"}),
-    "eight rows of 48 channels": (((1, 2, 16), 8, 48, 48), {"frames": 2, "pieces": "norm_after"}),
+    "eight rows of 48 channels": (((1, 2, 16), 8, 48, 48), {"pieces": "norm_after"}),
     "two rows of 192 channels": (((1, 2, 16), 2, 192, 192), {"pieces": "norm_after"}),
     "one row": (((2, 2, 16), 1, 128, 136), {"frames": 2}),
     "doubled to 96 channels": (((1, 4, 16), 2, 192, 96), {"doubles": True, "pieces": "norm_after"}),
@@ -102,11 +102,10 @@ def assert_close(got, expected, tolerance):
 @pytest.mark.parametrize(
     ("name", "dtype", "width"),
     [
-        *((name, "float32", 256) for name in CALLS),
-        ("four rows of 96 channels", "float32", 128),
-        ("two rows of 192 channels", "float32", 128),
         ("four rows of 96 channels", "bfloat16", 256),
-        ("doubled to 96 channels", "bfloat16", 256),
+        ("four rows of 96 channels", "float32", 128),
+        *((name, "float32", 256) for name in list(CALLS)[1:]),
+        pytest.param("two rows of 192 channels", "float32", 128, marks=pytest.mark.thorough),
     ],
 )
 def test_folded_conv_is_torchs(name, dtype, width, monkeypatch):
@@ -122,16 +121,14 @@ def test_folded_conv_is_torchs(name, dtype, width, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("case", ["four rows of 96 channels", "doubled to 96 channels"])
-def test_values_beyond_the_picture_are_returned_as_zero(name, case):
-    sizes, more = CALLS[case]
+def test_values_beyond_the_picture_are_returned_as_zero(name):
+    sizes, more = CALLS["doubled to 96 channels"]
     call = Call(*sizes, **more)
-    size = 1 + ("doubles" in more)
     columns, rows = 3, 16 * call.fold - 7
     out = np.asarray(call.run(FUNCTIONS[name], columns=jnp.int32(columns), rows=rows))
     whole, _ = call.run_torch()
     out = out.reshape(whole.shape).copy()
-    inside = np.s_[:, : size * columns, : size * rows]
+    inside = np.s_[:, : 2 * columns, : 2 * rows]
     assert np.abs(out[inside] - whole[inside]).max() < 1e-4
     out[inside] = 0
     assert not out.any()
