@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.activations import SwiGLU
-from jax.experimental.pallas import tpu as pltpu
 
-from tests.kernels.cases import INTERPRET, as_program, assert_close, draw
+from tests.kernels.cases import INTERPRET, SIMULATED, as_program, assert_close, draw, found_races
 from wan_tpu_kernels import head_norm_rope as head_norms
 from wan_tpu_kernels import layer_norm as layer_norms
 from wan_tpu_kernels import linear_tiles
@@ -241,10 +240,6 @@ def rotate(normed, heads, angles):
 
 
 def test_kernels_are_exact_in_simulated_tpu_memory():
-    """In Pallas' simulation of a TPU, memory starts as NaN, copies happen late, and races are detected."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
-
-    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     x, weight, bias = draw(0, 50, 512), draw(1, 512, 512), draw(2, 512)
     ones, zeros = np.ones((1, 512), np.float32), np.zeros((1, 512), np.float32)
     tables = draw(3, 50, 128), draw(4, 50, 128)
@@ -255,5 +250,5 @@ def test_kernels_are_exact_in_simulated_tpu_memory():
         (RMS_NORMS, (bias, tables), {"eps": 1e-6, "groups": 2}),
         (HEAD_NORMS, narrow, {"eps": 1e-6, "groups": 2}),
     ):
-        assert_close(kernel(x, *args, **more, interpret=simulated), reference(x, *args, **more), 2e-6)
-    assert not simulator.races.races_found
+        assert_close(kernel(x, *args, **more, interpret=SIMULATED), reference(x, *args, **more), 2e-6)
+    assert not found_races()

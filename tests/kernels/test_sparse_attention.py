@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from tests.kernels.cases import (
     INTERPRET,
+    SIMULATED,
     Case,
     D,
     adversarial,
     as_program,
     attend_exactly,
     error_bound,
+    found_races,
     normal,
     round_case,
 )
@@ -26,10 +27,9 @@ from wan_tpu_kernels.two_blocks import KEYS, QUERIES
 
 
 @functools.cache
-def program(kv_len=None, **options):
-    """One compiled program for each set of options and shapes; `kv_len` may be an argument of it."""
-    constant = {} if kv_len == "argument" else {"kv_len": kv_len}
-    return jax.jit(functools.partial(sparse_attention, interpret=INTERPRET, **constant, **options))
+def program(**options):
+    """One compiled program for each set of options and shapes; `kv_len` may also be an argument of it."""
+    return jax.jit(functools.partial(sparse_attention, interpret=INTERPRET, **options))
 
 
 def draw_lists(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarray:
@@ -41,12 +41,10 @@ def draw_lists(q_len: int, kv_len: int, count: int, heads: int = 1) -> np.ndarra
     return np.asarray(lists, np.int32).reshape(1, heads, -1, count)
 
 
-def run(case: Case, lists: np.ndarray, dtype=jnp.bfloat16, kv_len=None, **options) -> np.ndarray:
+def run(case: Case, lists: np.ndarray, dtype=jnp.bfloat16, **options) -> np.ndarray:
     arrays, options = [x.astype(dtype)[None] for x in case], {"heads": 1} | options
-    if isinstance(kv_len, jax.Array):
-        got = program("argument", **options)(*arrays, lists, kv_len=kv_len)
-        return np.asarray(got, np.float32)[0]
-    return np.asarray(program(kv_len=kv_len, **options)(*arrays, lists), np.float32)[0]
+    counted = {"kv_len": options.pop("kv_len")} if isinstance(options.get("kv_len"), jax.Array) else {}
+    return np.asarray(program(**options)(*arrays, lists, **counted), np.float32)[0]
 
 
 def assert_exact(case: Case, lists: np.ndarray, got: np.ndarray, dtype=jnp.bfloat16) -> None:
@@ -144,16 +142,12 @@ def test_reference_is_exact_too():
 
 
 def test_sparse_attention_is_exact_in_simulated_tpu_memory():
-    """In Pallas' simulation of a TPU, memory starts as NaN, copies happen late, and races are detected."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
-
     case, lists = normal(512, 512), draw_lists(512, 512, 6, heads=2)
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     args = [x.astype(jnp.bfloat16)[None] for x in case]
-    got = np.asarray(as_program(sparse_attention, heads=2, interpret=params)(*args, lists), np.float32)[0]
+    got = np.asarray(as_program(sparse_attention, heads=2, interpret=SIMULATED)(*args, lists), np.float32)[0]
     for head, lanes in enumerate((slice(64), slice(64, 128))):
         assert_exact(Case(*(x[:, lanes] for x in case)), lists[0, head], got[:, lanes])
-    assert not simulator.races.races_found
+    assert not found_races()
 
 
 @pytest.mark.parametrize(
