@@ -77,7 +77,8 @@ def test_attention_sees_the_window_and_nothing_else(shape, first, width, window,
         for function in functions:
             result = function(queries, *keys, first, np.asarray(largest, np.float32), **options)
             result = np.asarray(result, np.float64)[:, :own]
-            assert np.abs(result - expected[:, :own]).max() <= tolerance * (1 if largest == 1 else 10)
+            most = tolerance if largest == 1 else max(tolerance, 1e-4)  # Its logits are in the thousands.
+            assert np.abs(result - expected[:, :own]).max() <= most
 
 
 @pytest.mark.parametrize(
