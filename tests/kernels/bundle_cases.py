@@ -21,9 +21,9 @@ def layer_norm_rows(rows, channels):
     return lambda x, scale, shift: layer_norm(x, scale, shift, eps=1e-6), (x, row, row)
 
 
-def linear_8_bits(inputs, outputs, activation=None, residual=False):
+def linear_8_bits(rows, inputs, outputs, activation=None, residual=False):
     """Return a linear layer in int8 of a 14B on one of eight devices, and the shapes of its arguments."""
-    rows, array = 4736, jax.ShapeDtypeStruct
+    array = jax.ShapeDtypeStruct
     rounded = Rounded(array((rows, inputs), jnp.int8), array((rows, LANES), jnp.float32))
     weight, scales = array((outputs, inputs), jnp.int8), array((outputs,), jnp.float32)
     shapes = [rounded, weight, scales, array((outputs,), jnp.bfloat16)]

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
+from jax.experimental.pallas import tpu as pltpu
 
 from wan_tpu_kernels.blocks import BlockSizes, Schedule
 
@@ -17,6 +19,12 @@ SWAPPED = BlockSizes(256, 256, fixed=SMALL.online, online=SMALL.fixed)
 
 D = 128
 INTERPRET = jax.default_backend() != "tpu"  # `make test-tpu` runs the kernels themselves.
+# For `interpret`: Pallas' simulation of a TPU, in which memory starts as NaN, copies happen late, and races are found.
+SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
+
+
+def found_races() -> bool:
+    return simulator.races.races_found
 
 
 def as_program(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers.models.activations import SwiGLU
-from jax.experimental.pallas import tpu as pltpu
 
-from tests.kernels.cases import INTERPRET, as_program, assert_close, draw
+from tests.kernels.cases import INTERPRET, SIMULATED, as_program, assert_close, draw, found_races
 from wan_tpu_kernels import head_norm_rope as head_norms
 from wan_tpu_kernels import layer_norm as layer_norms
 from wan_tpu_kernels import linear_tiles
@@ -42,13 +41,12 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(norms, "ROWS_AT_ONCE", 16)
 
 
-SIZES = {"whole": (112, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64), "flat": (16, 512, 1024)}
+SIZES = {"ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64), "flat": (16, 512, 1024)}
 
 
 @pytest.mark.parametrize(
     ("size", "activation", "dtype"),
-    [*((size, "gelu_tanh", "float32") for size in SIZES), ("ragged, in parts", None, "float32")]
-    + [("ragged, in parts", activation, "bfloat16") for activation in (None, "gelu_tanh")],
+    [*((size, "gelu_tanh", "float32") for size in SIZES), ("ragged, in parts", None, "bfloat16")],
 )
 def test_linear_is_torchs(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
@@ -68,9 +66,7 @@ def test_linear_is_torchs(size, activation, dtype):
         assert_close(function(x, weight, bias, **more), expected, DTYPES[dtype])
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"), [("ragged, in parts", "float32"), ("tiny", "float32"), ("flat", "bfloat16")]
-)
+@pytest.mark.parametrize(("size", "dtype"), [("ragged, in parts", "float32"), ("flat", "bfloat16")])
 def test_swiglu_is_diffusers(size, dtype):
     """The first half of the weight's rows gives values, the second half the gates; there is no bias."""
     rows, inputs, outputs = SIZES[size]
@@ -97,16 +93,13 @@ def test_sums_may_stay_in_float32_beside_products_of_bfloat16():
         assert_close(result, normed, 2**-8)
 
 
-@pytest.mark.parametrize("options", [{"activation": "swiglu"}, {"residual": True}, {"eight": True}], ids=str)
-def test_linear_reads_one_layer_of_a_stack_in_place(options):
-    x, stack, bias = draw(0, 100, 768), draw(1, 3, 640, 768), draw(2, 640)
-    more = {"activation": options.get("activation")}
-    if "residual" in options:
-        more["residual"] = draw(3, 100, 640)
-    if "eight" in options:
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_linear_reads_one_layer_of_a_stack_in_place(eight_bits):
+    x, stack, bias, more = draw(0, 100, 768), draw(1, 3, 640, 768), draw(2, 640), {"activation": "swiglu"}
+    if eight_bits:
         x = round_rows_reference(x, jnp.int8)
         stack = np.random.default_rng(1).integers(-127, 128, stack.shape, np.int8)
-        more["scales"] = np.full(640, 1e-2, np.float32)
+        more = {"scales": np.full(640, 1e-2, np.float32), "residual": draw(3, 100, 640)}
     for function in LINEARS:
         for layer in (0, 2):
             got = function(x, stack, bias, layer=jnp.int32(layer), **more)
@@ -121,23 +114,21 @@ def test_linear_reads_and_writes_columns_in_groups(monkeypatch):
     grouped = x.reshape(50, 2, 256).transpose(1, 0, 2)
     parts = grouped[..., :128], grouped[..., 128:]
     for function in LINEARS:
-        assert_close(function(grouped, weight, bias), expected, 2e-6)
-        assert_close(function(x, weight, bias, groups=3).transpose(1, 0, 2).reshape(50, 768), expected, 2e-6)
         for laid_out in (grouped, parts):
             assert_close(function(laid_out, weight, bias, residual=expected), 2 * expected, 2e-6)
-        for groups in (2, 6):  # A group of 384 columns is one tile, two of 128 share one.
+        for groups in (
+            2,
+            4,
+            6,
+        ):  # 384 columns are one tile, so are 192 that aren't whole registers; two of 128 share one.
             columns = function(x, weight, bias, groups=groups).transpose(1, 0, 2).reshape(50, 768)
             assert_close(columns, expected, 2e-6)
-        for groups in (4, 8):  # Groups of 192 and of 96 columns, which aren't whole registers.
-            columns = function(x, weight, bias, groups=groups).transpose(1, 0, 2).reshape(50, 768)
-            assert_close(columns, expected, 2e-6)
-        assert_close(function((x,), weight, bias), expected, 2e-6)
         assert_close(function(x, weight, None) + bias, expected, 2e-6)
 
 
-@pytest.mark.parametrize("rows", [96, 100])
-def test_first_rows_alone_are_normalised_and_added_to_a_residual(rows):
-    """The second time the last tile has rows that stay as they are."""
+def test_first_rows_alone_are_normalised_and_added_to_a_residual():
+    """The last tile has rows that stay as they are."""
+    rows = 100
     residual, weight, bias = draw(0, 130, 256), draw(1, 640, 256), draw(2, 640)
     for function in LAYER_NORMS:
         ones, zeros = np.ones((1, 256), np.float32), np.zeros((1, 256), np.float32)
@@ -152,7 +143,7 @@ def test_first_rows_alone_are_normalised_and_added_to_a_residual(rows):
         assert_close(result[:rows], alone, DTYPES["float32"])
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
+@pytest.mark.parametrize(("rows", "dtype"), [(50, "float32"), (5, "bfloat16")])
 def test_layer_norm_is_torchs(rows, dtype):
     x, scale, shift = draw(0, rows, 256), draw(1, 4, 256), draw(2, 4, 256)
     x = (x * 3 + 1).astype(jnp.dtype(dtype))
@@ -172,7 +163,7 @@ def test_layer_norm_with_the_mean_left_in_is_torchs_rms_norm():
         assert_close(function(x, scale, shift, eps=1e-6, centred=False), normed * scale + shift, 2e-6)
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(64, "float32"), (50, "float32"), (5, "float32"), (50, "bfloat16")])
+@pytest.mark.parametrize(("rows", "dtype"), [(50, "float32"), (5, "bfloat16")])
 def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
     heads, width = 4, 128
     x, weight = draw(0, rows, heads * width, dtype=dtype), draw(1, heads * width)
@@ -191,9 +182,8 @@ def test_rms_norm_rope_rotates_pairs_half_a_head_apart(rows, dtype):
         assert_close(np.concatenate([first, second], axis=1), rotated, DTYPES[dtype])
 
 
-@pytest.mark.parametrize("width", [128, 64])
-def test_rms_norm_rope_gives_every_head_angles_of_its_own(width):
-    heads, rows = 4, 50
+def test_rms_norm_rope_gives_every_head_angles_of_its_own():
+    heads, rows, width = 4, 50, 64
     x, weight = draw(0, rows, heads * width), draw(1, heads * width)
     angles, tables = zip(*(draw_rotations(rows, width, seed=head) for head in range(heads)), strict=True)
     cos, sin = (jnp.concatenate(parts, axis=1) for parts in zip(*tables, strict=True))
@@ -210,12 +200,9 @@ def test_rms_norm_rope_gives_every_head_angles_of_its_own(width):
 @pytest.mark.parametrize(
     ("heads", "width", "kind", "dtype"),
     [
-        (12, 64, "layer", "float32"),
         (6, 64, "layer", "float32"),
-        (16, 32, "rms", "bfloat16"),
-        pytest.param(4, 128, "layer", "float32", marks=pytest.mark.long),
-        pytest.param(10, 16, "layer", "float32", marks=pytest.mark.long),
-        pytest.param(12, 64, "rms", "bfloat16", marks=pytest.mark.thorough),
+        (4, 128, "rms", "bfloat16"),
+        pytest.param(10, 16, "layer", "float32", marks=pytest.mark.thorough),
     ],
 )
 def test_head_norm_rope_is_torchs_norm_of_each_head(heads, width, kind, dtype):
@@ -257,10 +244,6 @@ def rotate(normed, heads, angles):
 
 
 def test_kernels_are_exact_in_simulated_tpu_memory():
-    """In Pallas' simulation of a TPU, memory starts as NaN, copies happen late, and races are detected."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # It has no public name.
-
-    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
     x, weight, bias = draw(0, 50, 512), draw(1, 512, 512), draw(2, 512)
     ones, zeros = np.ones((1, 512), np.float32), np.zeros((1, 512), np.float32)
     tables = draw(3, 50, 128), draw(4, 50, 128)
@@ -271,5 +254,5 @@ def test_kernels_are_exact_in_simulated_tpu_memory():
         (RMS_NORMS, (bias, tables), {"eps": 1e-6, "groups": 2}),
         (HEAD_NORMS, narrow, {"eps": 1e-6, "groups": 2}),
     ):
-        assert_close(kernel(x, *args, **more, interpret=simulated), reference(x, *args, **more), 2e-6)
-    assert not simulator.races.races_found
+        assert_close(kernel(x, *args, **more, interpret=SIMULATED), reference(x, *args, **more), 2e-6)
+    assert not found_races()

@@ -30,18 +30,6 @@ UNCHECKED = as_program(flash_attention_unchecked, interpret=INTERPRET)
 
 DTYPES = {"int8": 127, "float8_e4m3fn": 448}
 BOTH = {"int8": 0.06, "float8_e4m3fn": 0.1}  # The largest error of a channel, relative to its spread, with `pv`.
-
-
-def in_both_types(names, cases, one):
-    """Parametrise a test: each case in int8, one also in float8, and the others in float8 in `make thorough`."""
-    params = [
-        pytest.param(*case, dtype, marks=[pytest.mark.thorough] if dtype != "int8" and case != one else [])
-        for dtype in DTYPES
-        for case in cases
-    ]
-    return pytest.mark.parametrize((*names, "dtype"), params)
-
-
 TOLERANCE = 2**-7  # The result is bfloat16, and so is the activation's input.
 
 
@@ -78,7 +66,7 @@ def assert_rounded(rows, x, dtype):
     assert (got != expected).mean() < 0.01
 
 
-@in_both_types(["rows"], [(128,), (100,), (5,)], one=(100,))
+@pytest.mark.parametrize(("rows", "dtype"), [(100, "int8"), (5, "float8_e4m3fn")])
 def test_rows_are_rounded_to_the_nearest(rows, dtype):
     x = draw(0, rows, 768, dtype=jnp.bfloat16) * np.exp(3 * draw(1, rows, 1)).astype(jnp.bfloat16)
     x[3] = 0
@@ -90,7 +78,7 @@ def test_rows_are_rounded_to_the_nearest(rows, dtype):
             assert not np.asarray(rounded.values[3], np.float32).any() and not np.asarray(rounded.scales[3]).any()
 
 
-@in_both_types(["rows"], [(128,), (50,), (5,)], one=(50,))
+@pytest.mark.parametrize(("rows", "dtype"), [(50, "int8"), (5, "float8_e4m3fn")])
 def test_layer_norm_returns_rounded_rows(rows, dtype):
     x, scale, shift = ((draw(0, rows, 256) * 3 + 1).astype(jnp.bfloat16), draw(1, 2, 256), draw(2, 2, 256))
     more = {"eps": 1e-6, "first_rows": 3}
@@ -99,13 +87,16 @@ def test_layer_norm_returns_rounded_rows(rows, dtype):
         assert_rounded(function(x, scale, shift, **more, rounded=jnp.dtype(dtype)), plain, dtype)
 
 
-SIZES = {"whole": (128, 256, 512), "ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64)}
+SIZES = {"ragged, in parts": (100, 768, 640), "tiny": (7, 144, 64)}
 
 
-@in_both_types(
-    ["size", "activation"],
-    [("whole", None), ("ragged, in parts", None), ("ragged, in parts", "gelu_tanh"), ("tiny", "gelu_tanh")],
-    one=("ragged, in parts", "gelu_tanh"),
+@pytest.mark.parametrize(
+    ("size", "activation", "dtype"),
+    [
+        ("ragged, in parts", "gelu_tanh", "int8"),
+        ("ragged, in parts", None, "float8_e4m3fn"),
+        ("tiny", "gelu_tanh", "int8"),
+    ],
 )
 def test_linear_multiplies_the_rounded_values(size, activation, dtype):
     rows, inputs, outputs = SIZES[size]
@@ -130,8 +121,8 @@ def test_linear_multiplies_the_rounded_values(size, activation, dtype):
         assert_close(groups.transpose(1, 0, 2).reshape(rows, outputs), y, TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu_multiplies_the_rounded_values(dtype):
+def test_swiglu_multiplies_the_rounded_values():
+    dtype = "int8"
     rows, inputs, outputs = SIZES["ragged, in parts"]
     (x, sizes), (weight, scales) = (
         round_with_numpy(draw(n, m, inputs), dtype) for n, m in ((0, rows), (1, 2 * outputs))
@@ -146,11 +137,13 @@ def test_swiglu_multiplies_the_rounded_values(dtype):
         assert_close(result, values * gates / (1 + np.exp(-gates)), TOLERANCE)
 
 
-@in_both_types(["width", "shared"], [(128, 1), (64, 2), (40, 1)], one=(64, 2))
-def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
-    heads, rows, first = 6, 150, 0 if width == 40 else 1
-    if width == 40:
-        heads = 1
+# The heads of 40 channels of a small model fill no register.
+@pytest.mark.parametrize(
+    ("width", "shared", "heads", "first", "dtype"),
+    [(128, 1, 6, 1, "int8"), (64, 2, 6, 1, "float8_e4m3fn"), (40, 1, 1, 0, "int8")],
+)
+def test_queries_are_rounded_by_row_and_head(width, shared, heads, first, dtype):
+    rows = 150
     tiles = heads // shared - first
     q = draw(0, 2, rows, heads * width) * np.exp(draw(1, 2, rows, 1))
     q[:, 3] = 0
@@ -170,7 +163,9 @@ def test_queries_are_rounded_by_row_and_head(width, shared, dtype):
         assert (np.asarray(term, np.float32) == np.asarray(reference, np.float32)).mean() > 0.99
 
 
-@in_both_types(["width", "shared", "first"], [(128, 1, 1), (64, 2, 1), (40, 1, 0)], one=(64, 2, 1))
+@pytest.mark.parametrize(
+    ("width", "shared", "first", "dtype"), [(128, 1, 1, "float8_e4m3fn"), (64, 2, 1, "int8"), (40, 1, 0, "int8")]
+)
 def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkeypatch):
     monkeypatch.setattr(low_precision, "TOKENS", 64)
     monkeypatch.setattr(low_precision, "TOKENS_AT_ONCE", 32)
@@ -193,7 +188,8 @@ def test_keys_are_rounded_without_their_mean(width, shared, first, dtype, monkey
         assert (np.abs(rounded * spread - plain) <= step * 1.01 * spread).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# int8 has neither NaN nor infinities.
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.thorough)])
 def test_values_that_are_not_finite_stay_so(dtype):
     wrong, rows = np.asarray([np.nan, np.inf]), np.asarray([7, 9])
     x, weight = draw(0, 40, 256), np.ones((128, 256), dtype)
@@ -230,8 +226,7 @@ def test_rows_of_tiny_numbers_stay_finite():
         assert np.isfinite(restored).all() and np.abs(restored - x).max() < 3e-37
 
 
-@pytest.mark.parametrize("length", [5, 40])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("length", "dtype"), [(5, "int8"), (40, "float8_e4m3fn")])
 def test_few_keys_are_attended_to_closely(length, dtype):
     q, k, v = (draw(seed, length, 256) for seed in range(3))
     got = np.asarray(as_program(flash_attention)(q, k, v, heads=2, qk=dtype, interpret=INTERPRET), np.float64)
@@ -250,29 +245,31 @@ def test_unsupported_8_bit_logits_are_refused():
             flash_attention(wide, wide, wide, heads=4, qk=qk, pv="int8", softmax=softmax, interpret=INTERPRET)
 
 
-@pytest.mark.parametrize("softmax", ["optimistic", "online"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("counted", [False, True])
-def test_attention_of_some_heads_with_logits_in_8_bits(dtype, softmax, counted):
-    heads, width, length, kv_len = 3, 128, 600, 580
-    q, k, v = (draw(seed, length, heads * width, dtype=jnp.bfloat16) for seed in range(3))
+@pytest.mark.parametrize(
+    ("dtype", "softmax", "width", "counted"),
+    [("int8", "optimistic", 128, False), ("float8_e4m3fn", "online", 128, False), ("int8", "online", 64, True)],
+)
+def test_attention_of_some_heads_with_logits_in_8_bits(dtype, softmax, width, counted):
+    """Some of K's channels have a bias, many times the differences between keys."""
+    shared, length, kv_len = 128 // width, 600, 580  # So many heads share a tile.
+    q, k, v = (draw(seed, length, 3 * shared * width, dtype=jnp.bfloat16) for seed in range(3))
     k[:, ::7] += 8
     k[kv_len:] = np.nan
-    first = (1, 0, 1)
+    first = (shared, 0, shared)
     options = {"width": width, "scale": width**-0.5, "softmax": softmax, "qk": dtype}
     options["kv_len"] = jnp.int32(kv_len) if counted else kv_len
-    out, right = UNCHECKED(q, k, v, heads=2, first_heads=first, **options)
+    out, right = UNCHECKED(q, k, v, heads=2 * shared, first_heads=first, **options)
     assert right
-    parts = (x[:, n * width : (n + 2) * width] for x, n in zip((q, k, v), first, strict=True))
-    expected = np.asarray(REFERENCE(*parts, heads=2, kv_len=kv_len), np.float64)
+    parts = (x[:, n * width :][:, :256] for x, n in zip((q, k, v), first, strict=True))
+    expected = np.asarray(REFERENCE(*parts, heads=2 * shared, kv_len=kv_len), np.float64)
     got = np.asarray(out, np.float64)
     cosine = (got * expected).sum() / np.linalg.norm(got) / np.linalg.norm(expected)
-    assert 0.9995 <= cosine < 0.99998
+    assert 0.9995 <= cosine < 0.99998  # bfloat16 alone is above that.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("width", "length", "counted"), [(128, 1200, False), (128, 1200, True), (64, 1200, False), (64, 100, True)]
+    ("width", "length", "counted", "dtype"),
+    [(128, 1200, True, "int8"), (64, 1200, False, "int8"), (64, 100, True, "float8_e4m3fn")],
 )
 def test_both_products_in_8_bits_are_near_the_exact_ones(width, length, counted, dtype):
     """Channels of V differ in size and mean. Later keys have larger logits, so what was added is rescaled."""
@@ -301,8 +298,7 @@ def test_both_products_in_8_bits_are_near_the_exact_ones(width, length, counted,
     assert np.abs(gains - 1).max() < BOTH[dtype] / 2
 
 
-@pytest.mark.parametrize("block_sizes", [None, SMALL], ids=["default tiles", "small tiles"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "block_sizes"), [("int8", SMALL), ("float8_e4m3fn", None)])
 def test_weights_that_8_bits_make_zero_count_in_the_sum(dtype, block_sizes):
     """Without them, results would be 4 % too large where logits have a standard deviation of 2."""
     q, k, v = (draw(seed, 1500, 128) for seed in range(3))
@@ -334,8 +330,7 @@ def test_weights_fit_8_bits_at_any_size_of_logits(dtype):
     assert np.abs(got - expected).max() < tolerance * np.abs(v).max()
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "counted"), [("int8", True), ("float8_e4m3fn", False)])
 def test_both_products_in_8_bits_without_the_kernel(dtype, counted):
     """All keys are one chunk, so the kernel's weights are relative to the same maximum."""
     q, k, v = (draw(seed, 300, 256, dtype=jnp.bfloat16) for seed in range(3))
