@@ -120,7 +120,7 @@ def test_linear_reads_and_writes_columns_in_groups(monkeypatch):
             2,
             4,
             6,
-        ):  # 384 columns are one tile, so are 192 that aren't whole registers; two of 128 share one.
+        ):  # 384 columns are a tile, 192 aren't whole registers, two of 128 share a tile.
             columns = function(x, weight, bias, groups=groups).transpose(1, 0, 2).reshape(50, 768)
             assert_close(columns, expected, 2e-6)
         assert_close(function(x, weight, None) + bias, expected, 2e-6)
