@@ -10,7 +10,7 @@ from tests.actors.api.serving import create
 
 @pytest.mark.long
 def test_arrows_walk_through_the_videos(page, worker):
-    for prompt in ("First", "Second", "Third"):
+    for prompt in ("First", "Third"):
         card = ask(page, prompt)
         play = card.get_by_role("button", name="play:")
         play.wait_for()
@@ -22,13 +22,12 @@ def test_arrows_walk_through_the_videos(page, worker):
     plays(page, "article")
     page.keyboard.press("Enter")
     plays(page)
-    for key, prompt, place in (("Right", "Second", 2), ("Right", "First", 3), ("Left", "Second", 2)):
+    for key, prompt, place in (("Right", "First", 2), ("Left", "Third", 1), ("Right", "First", 2)):
         page.keyboard.press(f"Arrow{key}")
         viewer = page.get_by_role("dialog", name=prompt)
-        sync_api.expect(viewer).to_contain_text(f"{place} of 3")
-    audit(page)
+        sync_api.expect(viewer).to_contain_text(f"{place} of 2")
     page.keyboard.press("Escape")
-    sync_api.expect(card_of(page, "Second").get_by_role("button", name="play:")).to_be_focused()
+    sync_api.expect(card_of(page, "First").get_by_role("button", name="play:")).to_be_focused()
     page.get_by_label("Search prompts").fill("thi")
     sync_api.expect(page.locator("article:visible")).to_have_count(1)
     page.get_by_label("Search prompts").fill("nobody")
@@ -69,24 +68,16 @@ def test_older_ones_take_the_focus(page, http):
     sync_api.expect(page.get_by_role("button", name="Cancel: video 1.")).to_be_focused()
 
 
-def test_names_say_of_which_video(page):
-    card = ask(page, "A cat looks up " + "and up " * 20)
-    name = "A cat looks up and up and up and up and up and up and up an…"
-    sync_api.expect(card.get_by_role("button", name=f"Cancel: {name}", exact=True)).to_have_text("Cancel")
-    bar = card.get_by_role("progressbar", name=f"progress of {name}", exact=True)
-    assert [bar.get_attribute(f"aria-value{end}") for end in ("min", "now", "max")] == ["0", "0", "100"]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_controls_stand_out(page, scheme):
+def test_controls_stand_out(page):
     """axe-core doesn't measure the edges of controls."""
-    page.emulate_media(color_scheme=scheme)
-    grounds = [colour(page, "form", "backgroundColor"), colour(page, "input[name=num_frames]", "backgroundColor")]
-    for control in ("textarea", "input[name=num_frames]", "select", ".drop", "#find"):
-        edge = colour(page, control, "borderTopColor")
-        assert min(contrast(edge, ground) for ground in grounds) >= 3, control
-    assert contrast(colour(page, "input[name=num_frames]", "color", "::placeholder"), grounds[1]) >= 4.5
+    for scheme in SCHEMES:
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        grounds = [colour(page, "form", "backgroundColor"), colour(page, "input[name=num_frames]", "backgroundColor")]
+        for control in ("textarea", "input[name=num_frames]", "select", ".drop", "#find"):
+            edge = colour(page, control, "borderTopColor")
+            assert min(contrast(edge, ground) for ground in grounds) >= 3, control
+        assert contrast(colour(page, "input[name=num_frames]", "color", "::placeholder"), grounds[1]) >= 4.5
 
 
 def colour(page, selector, name, part=None):
@@ -111,5 +102,3 @@ def test_on_a_phone(page, worker):
     audit(page, phone=True)
     viewer = page.locator("#viewer")
     assert viewer.evaluate("box => box.scrollWidth - box.clientWidth") <= 0
-    viewer.get_by_role("button", name="Close").click()
-    audit(page, phone=True)
