@@ -54,7 +54,7 @@ def receives(viewer, parts):
     return True
 
 
-@pytest.mark.parametrize("row", [True, False], ids=["row", "file"])
+@pytest.mark.parametrize("row", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["row", "file"])
 def test_late_viewer_whose_first_fragment_was_removed_waits_for_the_file(http, settings, database, claim, row):
     queue, claimed = claim()
     names = [publish(queue, settings, claimed, number, PARTS[number]) for number in range(3)]
@@ -109,7 +109,7 @@ def missing(database, table):
             yield
 
 
-@pytest.mark.parametrize("table", ["fragments", "jobs"])
+@pytest.mark.parametrize("table", ["fragments", pytest.param("jobs", marks=pytest.mark.thorough)])
 def test_stream_is_kept_alive_while_the_database_fails(http, settings, database, claim, monkeypatch, table):
     monkeypatch.setattr(watching_module, "_SILENCE_S", 0.05)
     queue, claimed = claim()
