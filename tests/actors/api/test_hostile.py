@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import io
 import socket
 import threading
 import time
@@ -100,18 +99,6 @@ def test_a_large_body_costs_the_service_neither_memory_nor_time(settings):
     assert answer.status_code == 400 and len(answer.content) < 1000
     assert max(waits) < 2, "others waited"
     assert most < 200_000_000  # Of 1.5 GB. What other tests of this process gave back, it takes again.
-
-
-def test_images_are_stored_in_the_size_of_their_video(settings, database):
-    big = io.BytesIO()
-    Image.effect_noise((3000, 3000), 80).convert("RGB").save(big, "JPEG", quality=90)
-    with open_limited(settings) as http:
-        answer = http.post(
-            "/v1/videos", data={"prompt": "x", "size": "64x64"}, files={"input_reference": big.getvalue()}
-        )
-        assert (answer.status_code, answer.json()["input_size"]) == (200, "3000x3000")
-    stored = Path(settings.storage) / JobStore(database).get(answer.json()["id"]).input_image
-    assert Image.open(stored).size == (64, 64) and stored.stat().st_size < 20_000
 
 
 def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
