@@ -8,12 +8,12 @@ import time
 import numpy as np
 import pytest
 from PIL import Image
-from sqlalchemy import event, select
+from sqlalchemy import select
 
 from actors.jobs.keys import KeyLimits, make_key
 from actors.jobs.retention import Retention
 from actors.jobs.store import JobStore
-from actors.jobs.tables import File, Job
+from actors.jobs.tables import File
 from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, wait_for_end, working
 from tests.waiting import wait_for
 from wan_tpu.storage.base import Refused, StorageError
@@ -142,24 +142,6 @@ def test_all_prompts_together_have_a_limit(http):
     for fields in ({"prompt": long, "next_prompts": [long, "x"]}, {"negative_prompt": long, "next_prompts": [long]}):
         answer = create(http, **fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "next_prompts")
-
-
-def test_estimates_read_each_completed_job_once(http, worker, database):
-    for _ in range(2):
-        wait_for_end(http, create(http).json()["id"])
-    store, loaded = JobStore(database), []
-
-    def record_load(job, _):
-        loaded.append(job.id)
-
-    event.listen(Job, "load", record_load)
-    try:
-        known = {job.id: job for job in store.list_recent(20)}
-        assert len(loaded) == len(known) == 2
-        assert store.list_recent(20, known) == tuple(known.values())
-        assert len(loaded) == 2
-    finally:
-        event.remove(Job, "load", record_load)
 
 
 def make_image(random):
