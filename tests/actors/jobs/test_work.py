@@ -211,16 +211,6 @@ def test_job_behind_a_requeued_one_passes_nobody(store, work):
     assert claim_all(work) == ["b0", "a10", "b1", "a11", "b2", "a12", "b3"]
 
 
-def test_new_jobs_pass_none_where_all_that_wait_came_back(store, work):
-    for i in range(13):
-        ask(store, "ann", f"a{i}")
-    for leased in [work.claim("w") for _ in range(13)][10:]:
-        work.release(leased)
-    for i in range(3):
-        ask(store, "bob", f"b{i}")
-    assert claim_all(work) == ["a10", "b0", "a11", "b1", "a12", "b2"]
-
-
 def test_a_job_is_made_by_the_model_that_it_was_accepted_for(store, work):
     for model in ("wan", "other", "wan"):
         store.submit(Job(owner="ann", request={"model": model}))
@@ -274,16 +264,6 @@ def test_turns_alternate_though_other_jobs_wait_that_nobody_may_claim(store, dat
     assert take_turns(work, 2) == ["a0", "c0"]
     ask(store, "cem", "c1", model="m")
     assert take_turns(work, 2) == ["a1", "c1"]
-
-
-def test_a_chain_takes_its_owner_s_turns_before_later_jobs_and_no_other_ones(store, work):
-    store.submit(Job(owner="ann", request=chain("a", 4), model="m"))
-    for index in range(3):
-        ask(store, "ann", f"later {index}", model="m")
-    for index in range(6):
-        ask(store, "bob", f"b{index}", model="m")
-    order = take_turns(work, 12)
-    assert order[::2] == ["a", "a", "a", "a", "later 0", "later 1"] and order[1::2] == [f"b{i}" for i in range(6)]
 
 
 def test_segments_left_are_counted_whoever_has_made_them(store, work):
@@ -372,21 +352,7 @@ def test_what_is_not_stored_any_more_is_made_again(store, database, work):
         assert leased.last_segment is None
 
 
-def test_motion_goes_on_from_the_end_before_a_segment_that_is_not_stored_any_more(store, database, work):
-    store.submit(Job(owner="ann", request=chain("a", 3)))
-    leased = work.claim("w")
-    for index in range(2):
-        names = segment, end = f"segment-{index + 1}", f"end-{index + 1}"
-        work.announce(leased, dict.fromkeys(names, 1))
-        work.keep_segment(leased, index, segment, end, results={end: end})
-    work.release(leased)
-    with database.write() as session:
-        session.execute(delete(File).where(File.name == "segment-2"))
-    leased = work.claim("w")
-    assert (leased.segments, leased.segments_end, leased.segments_left) == (["segment-1"], "end-1", 2)
-
-
-@pytest.mark.parametrize(("gone", "kept"), [("end-2", 1), ("end-1", 2)])
+@pytest.mark.parametrize(("gone", "kept"), [("end-2", 1), ("end-1", 2), ("segment-2", 1)])
 def test_segment_whose_end_is_not_stored_any_more_is_made_again_if_motion_goes_on_from_it(
     gone, kept, store, database, work
 ):
