@@ -151,18 +151,3 @@ def test_continued_video_brings_its_source_at_once_and_then_the_new_part(setting
         finished = http.get(f"/v1/videos/{job}/content").content
     assert decode_digests(content) == decode_digests(finished) and count_frames(content) == before + after - 1
     assert b"mp4a" in content and b"mp4a" in finished
-
-
-def test_continued_video_of_other_settings_is_cut_before_its_new_part(http, settings, engine, worker, monkeypatch):
-    source = create(http).json()["id"]
-    engine.decoded.release(1)
-    assert wait_for_end(http, source)["status"] == "completed"
-    monkeypatch.setattr(video, "H264", video.H264.replace("bframes=1", "bframes=0"))
-    body = {"prompt": "it goes on", "video": {"id": source}, "num_frames": 17}
-    job = http.post("/v1/videos/extensions", json=body).raise_for_status().json()["id"]
-    with watching(http, job) as (_, viewer):
-        wait_for(lambda: viewer.received)
-        engine.decoded.release(1)
-        received, cut = viewer.end()
-    assert (count_frames(received), cut) == (9, True)
-    assert wait_for_end(http, job)["status"] == "completed"

@@ -15,16 +15,12 @@ import pytest
 from PIL import Image
 
 from actors.api.core import following
-from actors.api.core.access import Access
 from actors.api.core.service import Service
-from actors.api.limits import ServiceLimits
 from actors.jobs.keys import KeyLimits, make_key, revoke_key
-from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
 from tests.actors.api import fetching
 from tests.actors.api.conftest import NAME
 from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, working
-from tests.actors.jobs.test_store import ask
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 
@@ -238,29 +234,3 @@ def test_an_image_in_a_form_s_url_may_be_as_large_as_a_file(http):
     assert len(url) > 200_000
     fields = {"prompt": (None, "x"), "input_reference[image_url]": (None, url)}
     assert http.post("/v1/videos", files=fields).json()["input_size"] == "600x600"
-
-
-def test_a_job_that_is_followed_while_others_are_looked_at_is_not_taken_for_deleted(database, monkeypatch):
-    monkeypatch.setattr(following, "_LOOK_S", 0.01)
-    store = JobStore(database)
-    first, second = (store.look(job.id) for job in [store.submit(ask())[0] for _ in range(2)])
-    looks, go_on = threading.Event(), threading.Event()
-
-    def look(jobs):
-        seen = {job.id: (job, None) for job in store.look_at_all(jobs)}
-        looks.set()
-        assert go_on.wait(10)
-        return seen
-
-    async def both():
-        streams = following.follow_jobs(look, Access(database, 10, ServiceLimits()))
-        async with streams.follow(first.id, (first, None), "") as stream:
-            await anext(stream)
-            await asyncio.to_thread(looks.wait, 10)
-            async with streams.follow(second.id, (second, None), "") as other:
-                await anext(other)
-                go_on.set()
-                with pytest.raises(TimeoutError):  # Nothing has happened to it.
-                    await asyncio.wait_for(anext(other), 0.5)
-
-    asyncio.run(both())

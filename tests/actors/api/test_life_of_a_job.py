@@ -102,17 +102,6 @@ def test_snapshots_of_jobs_that_nobody_goes_on_with_are_removed(http, database, 
     assert snapshots.list_stems() == ["cat", waiting]
 
 
-def test_a_job_waits_for_a_worker_of_the_model_that_it_was_accepted_for(http, settings, database, engine):
-    job = create(http).json()["id"]
-    request = JobStore(database).get(job).request
-    with working(dataclasses.replace(settings, model="another"), engine, name="worker-of-another"):
-        other, _ = JobStore(database).submit(Job(owner="", request=request | {"model": "another"}))
-        wait_for(lambda: JobStore(database).get(other.id).status == "completed")
-        assert JobStore(database).get(job).status == "queued"  # It came first, though.
-    with working(settings, engine):
-        assert wait_for_end(http, job)["status"] == "completed"
-
-
 def test_jobs_of_the_next_version_wait_for_its_worker_and_hold_up_no_other(http, settings, database, engine):
     newer = {"version": 2}, {"camera_path": "orbit"}, {"frames": 2005}, {"cache": "teacache"}
     *ids, other = (create(http).json()["id"] for _ in range(len(newer) + 1))

@@ -1,6 +1,5 @@
 """Segments that begin with the end of the one before, motion and sound included, or with its last frame alone."""
 
-import dataclasses
 import itertools
 import wave
 from typing import ClassVar
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.api import segments
 from actors.api.catalogue import Catalogue
 from actors.api.segments import can_read, check_motion
 from actors.api.worker.failures import InputGone
@@ -17,7 +15,7 @@ from actors.api.worker.segments import rebuild_request, shows_end
 from actors.api.worker.thumbnails import BrokenVideo
 from actors.errors import RequestFailed
 from actors.jobs.store import JobStore
-from actors.jobs.stored_request import JOB_FIELDS, Redo
+from actors.jobs.stored_request import Redo
 from actors.jobs.tables import Job
 from actors.jobs.work import WorkQueue
 from tests.actors.api.serving import (
@@ -89,19 +87,6 @@ def test_the_last_frame_alone_is_continued_if_that_is_asked_for(http, engine, da
     assert video["continue_by"] is None and video["seconds"] == "4.79"
     # An earlier version can run it, too.
     assert "continue_by" not in JobStore(database).get(video["id"]).request
-
-
-@pytest.mark.thorough
-def test_a_snapshot_that_lacks_the_end_of_a_segment_is_used_once(http, engine):
-    generate = engine.generate
-
-    async def generate_from_old(plan, *, id, **options):
-        video = await generate(plan, id=id, **options)
-        return video if id in engine.forgotten else dataclasses.replace(video, tail=None)
-
-    engine.generate = generate_from_old
-    assert wait_for_video(http, create(http, next_prompts=["on"]))["status"] == "completed"
-    assert len(engine.requests) == 3
 
 
 def test_a_finished_video_is_continued_with_its_motion(http, engine, settings):
@@ -327,26 +312,6 @@ def test_a_model_without_references_follows_a_sound(settings, engine, tmp_path):
         for references, fields in (([sound], {}), ([sound, look], {"audio_mode": "lock_source"})):
             answer = create(http, input_references=references, **fields)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_references"), answer.text
-
-
-@pytest.mark.thorough
-def test_an_earlier_version_leaves_jobs_of_a_model_without_references_to_this_one(
-    settings, engine, database, tmp_path, monkeypatch
-):
-    """It knows all of their fields, but its model can't make them."""
-    engine.model = spec = SoundtrackSpec(MOTION_SPEC.config)
-    sound = {"input_references": [send_sound(tmp_path)], "audio_mode": "lock_source"}
-    with serve(settings, spec) as address, open_client(address) as http:
-        with working(settings, engine):
-            first = wait_for_video(http, create(http))
-        answers = create(http, **sound), create(http, next_prompts=["on"]), extend(http, first["id"])
-        again = http.post(f"/v1/videos/{answers[1].json()['id']}/remix", json={"prompt": "otherwise"})
-        framed = create(http, next_prompts=["on"], continue_by="frame")
-    monkeypatch.setattr(segments, "JOB_FIELDS", [name for name in JOB_FIELDS if name != "without_references"])
-    jobs = [JobStore(database).get(answer.json()["id"]) for answer in (*answers, again, framed)]
-    assert [can_read(job) for job in jobs] == [False, False, False, False, True]
-    monkeypatch.undo()
-    assert all(map(can_read, jobs))
 
 
 def test_an_end_made_in_fewer_stages_is_read_from_its_file(http, engine):

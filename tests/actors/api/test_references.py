@@ -12,7 +12,6 @@ from tests.actors.api.serving import create, data_url, open_client, serve, wait_
 from tests.actors.api.test_video_input import film
 from tests.actors.small_spec import SmallSpec
 from tests.waiting import wait_for
-from tests.wan_tpu.shown_clips import SOUNDS
 from wan_tpu.media.reading import read_frames, read_sound
 
 TONE = "sine=f=440:r=44100:d=1"
@@ -85,22 +84,6 @@ def test_form_brings_them_in_order_and_a_remix_has_the_same(http, engine, files)
     assert (video.height, video.width) == (64, 96) and video.frames in (24, 25)
     assert 0.9 < video.samples / video.sample_rate < 1.2
     assert read_frames(video.source, 24)[0].size == (48, 32)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("nine channels without names", marks=pytest.mark.thorough), "begins after its frames"]
-)
-def test_a_sound_is_the_one_that_is_played_beside_its_frames(name, http, engine, files, tmp_path):
-    frames, video, kind = tmp_path / "frames.mp4", tmp_path / "video.mov", SOUNDS[name]
-    frames.write_bytes(files["video"])
-    kind.accompany(frames, video)
-    parts = [as_part("image", files["image"]), as_part("audio", video.read_bytes())]
-    assert wait_for_end(http, create(http, input_references=parts).json()["id"])["status"] == "completed"
-    sound, rate = read_sound(engine.requests[-1].references[1].source, 9)
-    begun = round(kind.starts * rate)
-    assert sound.shape == (2, begun + rate)
-    assert np.abs(sound[:, : max(0, begun - 500)]).max(initial=0) == 0
-    assert np.abs(sound[:, begun : begun + 500]).max(1).min() > 0.02
 
 
 def test_a_video_comes_without_its_sound_if_that_is_said(http, engine, files):

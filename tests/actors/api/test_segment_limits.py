@@ -16,7 +16,7 @@ from actors.jobs.store import JobStore
 from actors.jobs.tables import File
 from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, wait_for_end, working
 from tests.waiting import wait_for
-from wan_tpu.storage.base import Refused, StorageError
+from wan_tpu.storage.base import Refused
 from wan_tpu.storage.local import LocalStorage
 
 
@@ -58,21 +58,6 @@ def test_segments_count_towards_the_rate_once_and_polls_do_not_wait_for_them(dat
     assert remix.status_code == 429
     assert http.get(f"/v1/videos/{chain.json()['id']}", headers=bearer(key)).status_code == 200
     assert len(JobStore(database).list().jobs) == 1
-
-
-def test_refused_request_has_not_paid_for_its_segments(database, open_service, monkeypatch):
-    key = make_key(database, "ann", KeyLimits(requests_per_minute=60))  # Ten at once.
-    http = open_service()
-
-    def fail(self, name, content):
-        raise StorageError("the disk fails")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "write", fail)
-        refused = create(http, bearer(key), next_prompts=["on"] * 29, input_reference=make_image(False))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
-    assert ask_chain(http, key, 30).status_code == 200
-    assert ask_chain(http, key, 1).status_code == 429  # What was accepted has paid.
 
 
 def test_key_stores_no_more_than_it_may_and_makes_room_by_deleting(settings, database, engine):

@@ -96,21 +96,6 @@ def test_a_segment_that_can_not_be_decoded_is_not_the_request_s_fault(http, engi
     assert error["code"] == "broken_video", error
 
 
-def test_a_model_that_sees_motion_gets_all_that_came_before(settings, engine):
-    class SeesMotion(SmallSpec):
-        takes_video = continues_video = True
-
-    spec = engine.model = SeesMotion(serving.SPEC.config)
-    with working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
-        video = wait_for_video(http, create(http, next_prompts=PROMPTS))
-        segments = [engine.video(request) for request in engine.requests]
-        seen = [packets(request.video.content) for request in engine.requests[1:]]
-        assert seen == [packets(segments[0]), packets(segments[0]) + packets(segments[1])]
-        later = [(request.image, request.hidden_frames, request.strength) for request in engine.requests[1:]]
-        assert later == [(None, 0, 1)] * 2
-        assert packets(content(http, video)) == list_packets(segments) and video["seconds"] == "1.69"
-
-
 def test_the_whole_is_streamed_though_its_worker_ends(settings, tmp_path):
     engine = serving.DecodingEngine(tmp_path)
     engine.model = SOUND_SPEC

@@ -23,8 +23,8 @@ from tests.actors.api import serving
 from tests.actors.api.serving import change_limits, create, data_url, open_client, serve, wait_for_end, working
 from tests.actors.small_spec import SmallSpec
 from tests.waiting import wait_for
-from tests.wan_tpu.shown_clips import FPS, KINDS, SOUNDS, run
-from tests.wan_tpu.test_media_shown import LOSS, assert_shown, assert_tones, listen
+from tests.wan_tpu.shown_clips import FPS, KINDS
+from tests.wan_tpu.test_media_shown import LOSS, assert_shown
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.joining import read_clip
 from wan_tpu.media.reading import open_video, read_frames
@@ -199,20 +199,6 @@ def test_an_upload_of_every_kind_has_the_frames_that_are_shown(name, tmp_path):
         with open_video(VideoContent(mp4)) as shown:
             assert (shown.rate, shown.count_frames()) == (FPS, count)
     assert_shown([Image.open(io.BytesIO(end))], kind.shown[-1:], kind.tolerance + LOSS)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "5.1" else pytest.param(name, marks=pytest.mark.thorough) for name in SOUNDS],
-)
-def test_sound_of_every_kind_is_converted_to_stereo(name, tmp_path):
-    kind, frames, path = SOUNDS[name], tmp_path / "frames.mp4", tmp_path / "clip.mov"
-    run("-f", "lavfi", "-i", "color=s=96x64:r=16:d=1", "-c:v", "mpeg4", frames)
-    kind.accompany(frames, path)
-    mp4, _, _ = read(path.read_bytes(), convert=True)
-    (tmp_path / "all.mp4").write_bytes(mp4)
-    assert read_clip(tmp_path / "all.mp4").sound.layout == "stereo"
-    assert_tones(listen(tmp_path / "all.mp4", 0, 9), kind.tones, kind.starts + 0.1, 0.9)
 
 
 MP4 = "video/mp4"

@@ -1,7 +1,6 @@
 """Videos are watched while they are decoded: over HTTP, with a real worker, and real fragments of real videos."""
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import re
@@ -142,22 +141,6 @@ def test_silent_answer_brings_empty_boxes_and_stays_a_valid_file(http, engine, w
     assert size == 28 and any(content[at : at + 3] == b"mp4" for at in (8, *range(16, size, 4)))
     assert (cut, count_frames(content)) == (False, FRAMES)
     assert media_of(content.replace(FREE, b"")) == media_of(*engine.fragments[job])
-
-
-def test_other_pictures_never_follow_after_a_loss(http, engine, worker, caplog):
-    caplog.set_level(logging.INFO, "actors")
-    engine.losses = 1
-    engine.redo = lambda request, run: dataclasses.replace(request, seed=request.seed + run)
-    engine.decoded.release(2)
-    with watching(http) as (job, viewer):
-        wait_for(lambda: viewer.received and media_of(viewer.received) == media_of(*engine.fragments[job]))
-        engine.decoded.release(7)
-        received, cut = viewer.end()
-        assert (media_of(*engine.fragments[job][:4]).startswith(media_of(received)), cut) == (True, True)
-    assert wait_for_end(http, job)["status"] == "completed"
-    assert [record.fields["reason"] for record in caplog.records if record.getMessage() == "download cut"] == [
-        "the video was decoded again, with other bytes"
-    ]
 
 
 def test_killed_worker_s_successor_never_continues_with_other_bytes(http, settings, database, engine, caplog):
