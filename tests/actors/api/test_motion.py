@@ -297,6 +297,7 @@ def test_a_soundtrack_is_read_as_far_as_its_video_lasts(http, engine, tmp_path):
         assert (track.source.samples / 32000, len(video["warnings"])) == (kept, warnings), video["warnings"]
 
 
+@pytest.mark.thorough
 def test_a_model_without_references_follows_a_sound(settings, engine, tmp_path):
     engine.model = spec = SoundtrackSpec(MOTION_SPEC.config)
     sound = send_sound(tmp_path)
@@ -314,6 +315,7 @@ def test_a_model_without_references_follows_a_sound(settings, engine, tmp_path):
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_references"), answer.text
 
 
+@pytest.mark.thorough
 def test_an_end_made_in_fewer_stages_is_read_from_its_file(http, engine):
     """It lacks the latents of the others."""
     first = wait_for_video(http, create(http, num_inference_steps=1))

@@ -478,6 +478,7 @@ def test_videos_are_chained_and_continued(page, worker, engine, http):
     sync_api.expect(page.get_by_role("combobox", name="Size")).to_be_visible()
 
 
+@pytest.mark.thorough
 def test_videos_are_restyled_where_the_model_takes_them(browser, settings, engine):
     spec = engine.model = TakesVideo(SPEC.config)
     with serve(settings, spec) as address, working(settings, engine):

@@ -59,6 +59,7 @@ def test_the_focus_stays_when_cards_change(page, worker, engine):
     sync_api.expect(page.get_by_role("heading", name="Videos")).to_be_focused()
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_older_ones_take_the_focus(page, http):
     for number in range(26):
