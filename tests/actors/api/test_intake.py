@@ -237,13 +237,9 @@ def test_data_url_is_decoded_whatever_its_form():
     "url",
     [
         "",
-        "https://host/cat.png",
-        "data:",
         "data:image/png;base64",
         "data:image/png;base64,!!!",
-        "data:image/png;base64,AAA",
         "data:image/png;base64,ä",
-        "data:text/html,<script>",
         "data:application/pdf;base64,AAAA",
         "data:image/png" + ";" * 1_000_000 + ",A",
     ],

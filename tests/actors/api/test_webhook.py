@@ -7,11 +7,9 @@ import http.server
 import os
 import socket
 import threading
-import time
 
 import openai
 import pytest
-import sqlalchemy
 
 from actors.api.outbound import webhook
 from actors.api.outbound.client import FetchError, FetchSettings, check_url
@@ -184,28 +182,3 @@ def test_webhook_of_a_broken_server_cuts_off_no_other_and_is_counted(hook_settin
         paths = [request.split()[1] for request in hook.requests]
         assert sorted(path for path in paths if path != b"/broken") == [b"/slow", b"/third"]
         assert b"/broken" in paths  # On a busy machine it is called again meanwhile.
-
-
-def test_failed_claim_leaves_calls_under_way_alone(hook_settings, hook, database, engine, monkeypatch):
-    """The next delivery can't be read from the database for a while."""
-    monkeypatch.setattr(webhook, "_LOOK_S", 0.05)
-    answered = threading.Event()
-
-    async def slow(writer):
-        while not answered.is_set():
-            await asyncio.sleep(0.02)
-        writer.write(OK)
-
-    hook.answers["/slow"] = slow
-    with serve(hook_settings) as address, open_client(address) as http, working(hook_settings, engine) as tools:
-        create(http, webhook_url=f"https://{NAME}:{hook.port}/slow")
-        wait_for(lambda: hook.requests)
-        with database.write() as session:
-            session.execute(sqlalchemy.text("ALTER TABLE deliveries RENAME TO away"))
-        time.sleep(0.3)  # Several looks.
-        with database.write() as session:
-            session.execute(sqlalchemy.text("ALTER TABLE away RENAME TO deliveries"))
-        answered.set()
-        wait_for(lambda: tools.meters.webhooks.labels("delivered")._value.get() == 1)
-        wait_for(lambda: deliveries.count_waiting(database) == 0)
-        assert len(hook.requests) == 1
