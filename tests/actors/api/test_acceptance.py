@@ -208,18 +208,6 @@ def test_a_job_under_an_idempotency_key_outlives_its_client(settings):
         assert again.json()["id"] == waiting.job
 
 
-def test_a_job_outlives_its_client_where_a_repeated_call_waits_for_it(settings):
-    with open_service(settings) as (service, http):
-        first = Waiting(http, service)
-        wait_for(lambda: service.following.count_followers(first.job) == 1)
-        second = Waiting(http, service, AGAIN)
-        wait_for(lambda: service.following.count_followers(first.job) == 2)
-        assert second.job == first.job
-        first.hang_up(followers=1)
-        second.hang_up()
-        assert status(http, first.job)["status"] == "queued"
-
-
 @pytest.mark.parametrize(("path", "elsewhere"), [("content?stream=1", True), ("events", False)])
 def test_a_job_outlives_its_client_where_a_stream_of_any_ingress_waits_for_it(settings, path, elsewhere):
     with open_service(settings) as (service, http), serve(settings) as other, contextlib.ExitStack() as streams:

@@ -253,15 +253,6 @@ def test_wrong_json_is_refused(body):
         understood(JSON, json.dumps(body).encode())
 
 
-@pytest.mark.parametrize("depth", [10, 300, 600, 900, 990])
-def test_nested_bodies_are_refused_however_deep(depth):
-    for opening, closed in (("[", "]"), ('{"a":', "}")):
-        for name in ("loras", "input_reference", "extra_body"):
-            body = f'{{"prompt": "x", "{name}": {opening * depth}1{closed * depth}}}'
-            with pytest.raises(InvalidRequest):
-                understood(JSON, body.encode())
-
-
 @pytest.mark.parametrize("content", [b"\xed\xa0\x80", b"\xff"])
 def test_what_is_no_text_is_refused_with_the_name_of_its_field(content):
     with pytest.raises(InvalidRequest) as refused:

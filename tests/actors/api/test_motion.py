@@ -298,24 +298,6 @@ def test_a_soundtrack_is_read_as_far_as_its_video_lasts(http, engine, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_model_without_references_follows_a_sound(settings, engine, tmp_path):
-    engine.model = spec = SoundtrackSpec(MOTION_SPEC.config)
-    sound = send_sound(tmp_path)
-    look = {"type": "image_url", "image_url": {"url": picture()}}
-    with working(settings, engine), serve(settings, spec) as address, open_client(address) as http:
-        first = {"input_reference": {"image_url": picture()}, "input_references": [sound], "audio_mode": "lock_source"}
-        talking = wait_for_video(http, create(http, **first))
-        again = http.post(f"/v1/videos/{talking['id']}/remix", json={"prompt": "otherwise"})
-        wait_for_video(http, again)
-        for request in engine.requests:
-            [track] = request.references
-            assert (request.image.size, track.kind, track.source.samples) == ((96, 64), "soundtrack", 16000)
-        for references, fields in (([sound], {}), ([sound, look], {"audio_mode": "lock_source"})):
-            answer = create(http, input_references=references, **fields)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_references"), answer.text
-
-
-@pytest.mark.thorough
 def test_an_end_made_in_fewer_stages_is_read_from_its_file(http, engine):
     """It lacks the latents of the others."""
     first = wait_for_video(http, create(http, num_inference_steps=1))

@@ -130,18 +130,3 @@ def test_answer_names_the_size_and_length_of_the_video_that_is_made(settings):
         assert create(http, seconds="30").json()["error"]["param"] == "seconds"
         video = create(http, last_frame=last).json()
         assert (video["size"], video["input_size"], video["last_frame_size"]) == ("1152x768", None, "96x64")
-
-
-def test_what_is_changed_or_has_no_effect_is_in_the_answer_that_accepts_it(settings):
-    photo = {"image_url": data_url(Image.new("RGB", (96, 64)))}
-    fields = {"negative_prompt": "dogs", "input_reference": photo, "size": "640x384", "seconds": "4"}
-    with serve(settings, H3) as address, open_client(address) as http:
-        video = create(http, **fields).json()
-        assert [warning.split()[0] for warning in video["warnings"]] == [
-            "negative_prompt",
-            "seconds",
-            "input_reference",
-        ]
-        assert http.get(f"/v1/videos/{video['id']}").json()["warnings"] == video["warnings"]
-        fitting = create(http, input_reference=photo, size="672x448").json()
-        assert fitting["warnings"] == [] and fitting["truncate_prompt"] is None
