@@ -18,8 +18,6 @@ from actors.api.core import following
 from actors.api.core.service import Service
 from actors.jobs.keys import KeyLimits, make_key, revoke_key
 from actors.jobs.work import WorkQueue
-from tests.actors.api import fetching
-from tests.actors.api.conftest import NAME
 from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, working
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
@@ -148,17 +146,6 @@ def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings)
         assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
         assert 1 <= int(full.headers["retry-after"]) <= 600
     assert [path for path in Path(settings.storage).rglob("*") if path.is_file()] == []
-
-
-def test_a_repeated_request_needs_its_image_no_more(hook_settings, hook):
-    hook.answers["/a.png"] = [fetching.answer(PHOTO.read_bytes())]
-    with serve(hook_settings) as address, open_client(address) as http:
-        body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
-        response = create(http, {"Idempotency-Key": "one"}, **body)
-        assert response.status_code == 200, response.text
-        assert create(http, **body).status_code == 400  # The image is gone.
-        assert create(http, {"Idempotency-Key": "one"}, **body).json()["id"] == response.json()["id"]
-    assert len(list(Path(hook_settings.storage).rglob("*.png"))) == 1
 
 
 def test_a_full_disk_is_said_before_anything_is_accepted(settings):
