@@ -128,6 +128,7 @@ def test_failed_and_cancelled_videos_fold_away_and_are_retried(page, worker, eng
     assert len(engine.requests) == before + 1
 
 
+@pytest.mark.thorough
 def test_one_segment_is_made_again_and_so_is_one_that_failed(browser, settings, engine):
     engine.model = MOTION_SPEC
     with working(settings, engine), serve(settings, MOTION_SPEC) as address:
