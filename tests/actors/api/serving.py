@@ -210,7 +210,7 @@ def wait_for_end(http, job):
         video = http.get(f"/v1/videos/{job}").json()
         return video["status"] in ("completed", "failed") and video
 
-    return wait_for(poll, "the end of the job")
+    return wait_for(poll, "the end of the job", 0.1)  # Each poll costs milliseconds.
 
 
 def bearer(key):

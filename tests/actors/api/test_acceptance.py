@@ -22,7 +22,7 @@ from actors.jobs.tables import File, Job
 from actors.jobs.values import Room
 from actors.jobs.work import WorkQueue
 from tests.actors.api.relay import Relay
-from tests.actors.api.serving import MODEL, change_limits, create, listening, open_client, serve, working
+from tests.actors.api.serving import MODEL, change_limits, create, listening, open_client, serve
 from tests.actors.jobs.conftest import migrated_postgres, postgres_server  # noqa: F401 (fixtures)
 from tests.actors.small_spec import SPEC
 from tests.conftest import PHOTO
@@ -208,20 +208,7 @@ def test_a_job_under_an_idempotency_key_outlives_its_client(settings):
         assert again.json()["id"] == waiting.job
 
 
-def test_a_job_outlives_its_client_where_a_repeated_call_waits_for_it(settings):
-    with open_service(settings) as (service, http):
-        first = Waiting(http, service)
-        wait_for(lambda: service.following.count_followers(first.job) == 1)
-        second = Waiting(http, service, AGAIN)
-        wait_for(lambda: service.following.count_followers(first.job) == 2)
-        assert second.job == first.job
-        first.hang_up(followers=1)
-        second.hang_up()
-        assert status(http, first.job)["status"] == "queued"
-
-
-@pytest.mark.parametrize("path", ["content?stream=1", "events"])
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("path", "elsewhere"), [("content?stream=1", True), ("events", False)])
 def test_a_job_outlives_its_client_where_a_stream_of_any_ingress_waits_for_it(settings, path, elsewhere):
     with open_service(settings) as (service, http), serve(settings) as other, contextlib.ExitStack() as streams:
         waiting = Waiting(http, service)
@@ -230,17 +217,6 @@ def test_a_job_outlives_its_client_where_a_stream_of_any_ingress_waits_for_it(se
         assert streams.enter_context(client.stream("GET", f"/v1/videos/{waiting.job}/{path}")).status_code == 200
         waiting.hang_up(followers=int(path == "events" and not elsewhere))
         assert status(http, waiting.job)["status"] == "queued"
-
-
-def test_a_call_that_is_repeated_after_its_job_was_cancelled_gets_a_video(settings, engine):
-    with open_service(settings) as (service, http):
-        first = Waiting(http, service)
-        wait_for(lambda: service.following.count_followers(first.job) == 1)
-        first.hang_up()
-        wait_for(lambda: status(http, first.job)["status"] == "failed")
-        with working(settings, engine):
-            again = http.post("/v1/videos/sync", json={"prompt": "x"}, headers=AGAIN)
-        assert again.status_code == 200 and again.headers["x-video-id"] != first.job
 
 
 def test_a_request_that_was_refused_and_is_repeated_gets_a_job_of_its_own(settings, database):

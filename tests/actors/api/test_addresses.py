@@ -73,20 +73,3 @@ def test_slow_names_of_an_owner_delay_no_other():
         asyncio.run(do())
     finally:
         names.released.set()
-
-
-def test_owners_of_slow_names_take_turns():
-    names = SlowNames()
-    resolver = Resolver(threads=1, look_up=names.look_up)  # With more, threads start in any order.
-
-    async def do():
-        waiting = [asyncio.create_task(resolver.resolve(f"slow{i}.test", 443, "mallory")) for i in range(6)]
-        await asyncio.sleep(0)
-        waiting.append(asyncio.create_task(resolver.resolve("ann.test", 443, "ann")))
-        while "ann" not in resolver.turns._waiting:
-            await asyncio.sleep(0.001)
-        names.released.set()
-        await asyncio.wait_for(asyncio.gather(*waiting), 10)
-
-    asyncio.run(do())
-    assert names.started.index("ann.test") <= 2  # Behind the one that ran and at most one that was next.

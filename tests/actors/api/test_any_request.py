@@ -19,7 +19,7 @@ from tests.actors.jobs import postgres
 from tests.waiting import wait_for
 
 # Made up for each operation; 700 are more than 5,000 requests, with the description's limits ("coverage") tried, too.
-EXAMPLES = os.environ.get("WAN_TPU_EXAMPLES", "15")
+EXAMPLES = os.environ.get("WAN_TPU_EXAMPLES", "4")
 PHASES = "examples,coverage,fuzzing" if "WAN_TPU_EXAMPLES" in os.environ else "examples,fuzzing"
 SEED = os.environ.get("WAN_TPU_SEED", "7")
 # Not "positive_data_acceptance" and its kin: what fits the description may still not fit the model.

@@ -4,13 +4,8 @@ import asyncio
 import io
 import threading
 
-import pytest
 from PIL import Image
-from starlette.datastructures import Headers
 
-from actors.api.core.errors import HttpError
-from actors.api.core.receiving import Bodies
-from actors.api.limits import ServiceLimits
 from tests.actors.api import fetching
 from tests.actors.api.conftest import NAME
 from tests.actors.api.serving import change_limits, create, data_url, open_client, serve
@@ -23,14 +18,6 @@ def noise(side, kind="PNG"):
     out = io.BytesIO()
     Image.effect_noise((side, side), 90).convert("RGB").save(out, kind)
     return out.getvalue()
-
-
-def test_a_long_request_that_names_an_image_has_it_fetched(hook_settings, hook):
-    hook.answers["/a.png"] = fetching.answer(PHOTO.read_bytes())
-    texts = {"prompt": "x" * 30_000, "negative_prompt": "y" * 10_000}
-    image = {"image_url": f"https://{NAME}:{hook.port}/a.png"}
-    with serve(hook_settings) as address, open_client(address) as http:
-        assert create(http, **texts, input_reference=image).status_code == 200
 
 
 def test_images_that_are_fetched_count_with_the_bodies(hook_settings, hook):
@@ -62,26 +49,6 @@ def test_images_that_are_fetched_count_with_the_bodies(hook_settings, hook):
         first.join()
         assert answers[0].status_code == 200
         assert create(http, **other).status_code == 200  # The memory is free again.
-
-
-def test_an_image_that_is_fetched_makes_room_for_those_who_hold_less():
-    async def both():
-        bodies = Bodies(ServiceLimits(bodies_bytes=100))
-        with bodies.admit(Headers({}), "mallory") as large, bodies.admit(Headers({}), "ann") as small:
-
-            async def fetch():
-                async with large.guard_fetch():
-                    large.add(80)
-                    await asyncio.sleep(60)
-
-            fetching = asyncio.create_task(fetch())
-            await asyncio.sleep(0)
-            small.add(50)
-            with pytest.raises(HttpError) as refused:
-                await fetching
-            return refused.value.status, small.abandoned
-
-    assert asyncio.run(both()) == (503, False)
 
 
 def test_pictures_that_are_made_count_with_the_bodies(settings):

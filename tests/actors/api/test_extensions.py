@@ -1,6 +1,5 @@
 """Videos that continue others: by id and as files, joined without encoding again, whatever dies meanwhile."""
 
-import contextlib
 import dataclasses
 import io
 import subprocess
@@ -11,11 +10,10 @@ import imageio.v3 as iio
 import imageio_ffmpeg
 import numpy as np
 import pytest
-from openai import OpenAI, omit
+from openai import OpenAI
 from PIL import Image
 from sqlalchemy import select
 
-from actors.jobs.errors import JobNotFound
 from actors.jobs.keys import make_key
 from actors.jobs.store import JobStore
 from actors.jobs.tables import Job
@@ -30,11 +28,10 @@ from tests.actors.api.serving import (
     wait_for_end,
     working,
 )
-from tests.actors.small_spec import DEFAULTS, SOUND_SPEC, SmallSpec
+from tests.actors.small_spec import DEFAULTS, SmallSpec
 from wan_tpu.media.joining import read_clip
 from wan_tpu.media.reading import read_frame
 from wan_tpu.media.video_content import VideoContent
-from wan_tpu.storage.local import LocalStorage
 
 
 @pytest.fixture
@@ -116,15 +113,11 @@ def test_the_last_frame_is_kept_as_it_was_before_it_was_compressed(http, engine,
     assert np.array_equal(np.asarray(engine.requests[-1].image), drawn)
 
 
-def test_openai_s_client_sends_a_file_or_an_id(http, engine):
+def test_openai_s_client_sends_a_file(http):
     first = wait_for_video(http, create(http, seed=1))
     with OpenAI(base_url=str(http.base_url).rstrip("/") + "/v1", api_key="none", max_retries=0) as client:
-        by_id = client.videos.extend(
-            prompt="on", seconds="1", video=omit, extra_body={"video": {"id": first["id"]}, "seed": "3"}
-        )
         file = client.videos.extend(prompt="on", seconds="1", video=io.BytesIO(content(http, first)))
-        assert client.videos.poll(by_id.id).status == client.videos.poll(file.id).status == "completed"
-    assert packets(content(http, {"id": by_id.id}))[:9] == packets(content(http, first))
+        wait_for_end(http, file.id)
     whole = frames(content(http, {"id": file.id}))
     # The client's file was encoded again, in grey frames that lose little by it.
     assert np.abs(whole[:9].astype(int) - frames(content(http, first))).max() <= 3
@@ -153,20 +146,6 @@ def test_a_file_of_another_kind_gets_the_size_and_rate_of_what_follows(http, eng
     assert np.argmin([np.abs(whole[15] - np.asarray(frame, int)).mean() for frame in pictures]) >= 27
 
 
-@pytest.mark.parametrize("form", [pytest.param(True, marks=pytest.mark.thorough), False])
-def test_sound_goes_on(form, settings, engine, tmp_path):
-    engine.model = SOUND_SPEC
-    with working(settings, engine), serve(settings, SOUND_SPEC) as address, open_client(address) as http:
-        first = wait_for_video(http, create(http))
-        mp4 = tmp_path / "sound.mp4"
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-f", "lavfi", "-i", "color=s=96x64:r=16:d=1"]
-        subprocess.run([*command, "-f", "lavfi", "-i", "sine=d=1", mp4], check=True)
-        file = {"prompt": (None, "on"), "video": ("a.mp4", mp4.read_bytes())}
-        answer = http.post("/v1/videos/extensions", files=file) if form else extend(http, first["id"])
-        result = clip(content(http, wait_for_video(http, answer)), tmp_path)
-        assert (result.frames, result.sound is not None) == ((16 if form else 22) + 21, True)
-
-
 def test_a_model_that_sees_motion_gets_the_whole_video(settings, engine):
     class SeesMotion(SmallSpec):
         takes_video = continues_video = True
@@ -181,23 +160,6 @@ def test_a_model_that_sees_motion_gets_the_whole_video(settings, engine):
         assert packets(content(http, second)) == packets(source) + packets(engine.video(request))
         assert second["num_frames"] == 5 and len(packets(content(http, second))) == 9 + 5
         assert content(http, second, "input_video") == source
-        again = wait_for_video(http, http.post(f"/v1/videos/{second['id']}/remix", json={"prompt": "otherwise"}))
-        assert packets(content(http, again))[:9] == packets(source) and engine.requests[-1].video.content == source
-        third = wait_for_video(http, create(http, video={"id": first["id"]}))
-        assert third["strength"] == 1 and wait_for_video(http, extend(http, third["id"]))["num_frames"] == 9
-
-
-def test_job_that_continues_a_video_takes_no_storage(http, settings, engine):
-    first = wait_for_video(http, create(http))
-    source, files = content(http, first), set(Path(settings.storage).iterdir())
-    engine.go.clear()
-    jobs = [extend(http, first["id"]).json()["id"] for _ in range(4)]
-    jobs.append(http.post(f"/v1/videos/{jobs[-1]}/remix", json={"prompt": "otherwise"}).json()["id"])
-    assert set(Path(settings.storage).iterdir()) == files
-    assert all(content(http, {"id": job}, "input_video") == source for job in jobs)
-    for job in jobs:
-        http.post(f"/v1/videos/{job}/cancel").raise_for_status()
-    engine.go.set()
 
 
 def test_a_source_that_is_gone_fails_the_job_before_anything_is_computed(settings, engine, database):
@@ -233,6 +195,10 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
         answer = extend(http, first["id"], **fields)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (400, param, code), (fields, error)
+    headers = {"Idempotency-Key": "once"}
+    assert extend(http, first["id"], headers).json()["id"] == extend(http, first["id"], headers).json()["id"]
+    body = {"prompt": "it goes on", "video": {"id": first["id"]}}
+    assert http.post("/v1/videos", json=body, headers=headers).status_code == 409  # The same body on another route.
     engine.go.clear()
     unfinished = create(http).json()["id"]
     error = extend(http, unfinished).json()["error"]
@@ -242,9 +208,9 @@ def test_what_cant_be_continued_is_refused_with_what_to_do(http, engine, setting
         assert " 1 s" in extend(strict, first["id"]).json()["error"]["message"]
 
 
-def test_video_of_any_size_is_continued_without_being_read_by_the_ingress(http, settings, database, monkeypatch):
+def test_video_of_any_size_is_continued_without_being_read_by_the_ingress(http, settings):
     first = wait_for_video(http, create(http))
-    source, store = content(http, first), JobStore(database)
+    source = content(http, first)
     assert len(source) > 1000
     with serve(change_limits(settings, bodies_bytes=1000)) as address, open_client(address) as strict:
         second = extend(strict, first["id"])
@@ -252,24 +218,6 @@ def test_video_of_any_size_is_continued_without_being_read_by_the_ingress(http, 
         assert packets(content(http, wait_for_video(http, second)))[:9] == packets(source)
         remix = strict.post(f"/v1/videos/{second.json()['id']}/remix", json={"prompt": "otherwise"})
         assert content(strict, remix.json(), "input_video") == source
-        third = wait_for_video(http, create(http))
-        measure = LocalStorage.size
-
-        def delete(storage, name):
-            size = measure(storage, name)
-            with contextlib.suppress(JobNotFound):
-                store.delete(name.partition(".")[0])
-            return size
-
-        # A source that is deleted between the checks and the acceptance is named, and nothing is accepted.
-        monkeypatch.setattr(LocalStorage, "size", delete)
-        jobs = len(store.list().jobs)
-        for _ in range(2):
-            answer = extend(strict, third["id"])
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"], error["param"]) == (400, "video_not_found", "video")
-            assert third["id"] in error["message"]
-        assert len(store.list().jobs) == jobs - 1
 
 
 def test_settings_of_an_earlier_model_are_left_out(http, settings):
@@ -306,15 +254,6 @@ def test_settings_that_are_no_longer_offered_are_named(http, database):
     assert (second["preset"], second["num_inference_steps"]) == ("original", 3)
 
 
-def test_models_of_text_alone_continue_nothing(settings):
-    class TextOnly(SmallSpec):
-        tasks = ("t2v",)
-
-    with serve(settings, TextOnly(serving.SPEC.config)) as address, open_client(address) as http:
-        error = extend(http, "video_" + "0" * 48).json()["error"]
-        assert error["param"] == "video"
-
-
 def test_another_key_s_video_cant_be_continued(http, settings, database, engine):
     ann, bob = (bearer(make_key(database, name)) for name in ("ann", "bob"))
     with serve(settings) as address, open_client(address) as keyed:
@@ -323,11 +262,3 @@ def test_another_key_s_video_cant_be_continued(http, settings, database, engine)
         wait_for_end(keyed, first)
         assert extend(keyed, first, bob).json()["error"]["code"] == "video_not_found"
         assert extend(keyed, first, ann).status_code == 200
-
-
-def test_the_same_body_on_another_route_is_another_request(http):
-    first = wait_for_video(http, create(http))
-    headers = {"Idempotency-Key": "once"}
-    assert extend(http, first["id"], headers).json()["id"] == extend(http, first["id"], headers).json()["id"]
-    body = {"prompt": "it goes on", "video": {"id": first["id"]}}
-    assert http.post("/v1/videos", json=body, headers=headers).status_code == 409

@@ -9,12 +9,11 @@ import re
 import ssl
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from actors.api.outbound import client
-from actors.api.outbound.client import FetchError, FetchSettings, check_url, fetch, load_default_trust
+from actors.api.outbound.client import FetchError, FetchSettings, check_url, fetch
 from tests.actors.api.conftest import NAME
 from tests.actors.api.fetching import ELSEWHERE, HERE, answer, fetch_bytes, resolver, run_and_fetch, running
 
@@ -50,20 +49,14 @@ def test_chunks_arrive(new_server, settings):
     [
         "http://pictures.test/cat.png",
         "file:///etc/passwd",
-        "/etc/passwd",
         "",
-        "ftp://pictures.test/cat.png",
-        "gopher://pictures.test/",
         "data:image/png;base64,AAAA",
         "https:///cat.png",
         "https://ann:secret@pictures.test/cat.png",
         "https://pictures.test:22/cat.png",
-        "https://pictures.test:99999/cat.png",
         "https://[::1/cat.png",
         "https://pictures.test/a b\r\nHost: evil",
-        "https://pictures.test/ä.png",
         "https://pictures.test/a\0b",
-        "https://" + "a" * 70 + ".é/",
         "https://" + "é." * 150 + "test/",
         "https://pictures.test/" + "a" * 8200,
     ],
@@ -181,11 +174,8 @@ async def dripping(writer):
         (endless, r"\b1000\b"),
         (endless_header, NAME),
         (answer(b"x", "404 Not Found"), r"\b404\b"),
-        (answer(b"x", "500 Oops"), r"\b500\b"),
         (answer(b"x", Content_Encoding="gzip"), "gzip"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nhalf", NAME),
-        (b"220 smtp ready\r\n", NAME),
-        (b"", NAME),
     ],
 )
 def test_answer_that_is_no_image_of_an_allowed_size_is_refused(new_server, settings, response, reason):
@@ -214,16 +204,12 @@ HOSTILE = {
     "a broken TLS record": broken_record,
     "a reset": reset,
     "no status": b"HTTP/1.1\r\n\r\n",
-    "a status of letters": b"HTTP/1.1 abc OK\r\n\r\n",
-    "status 0": b"HTTP/1.1 000 OK\r\n\r\n",
     "status 999": b"HTTP/1.1 999 OK\r\n\r\n",
     "an unasked switch": b"HTTP/1.1 101 Switching\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n",
     "a header without a name": b"HTTP/1.1 200 OK\r\n: x\r\n\r\n",
     "a header of NUL": b"HTTP/1.1 200 OK\r\nX: \0\r\n\r\n",
     "a length of 5000 digits": b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
-    "a length below nothing": b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
     "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
-    "chunks of no size": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     "chunks of any size": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 5000 + b"\r\n",
     "an unknown transfer": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nx",
     "a redirect to nowhere": b"HTTP/1.1 302 Found\r\nLocation: \xff\xfe://[\r\nContent-Length: 0\r\n\r\n",
@@ -240,20 +226,6 @@ def test_whatever_a_server_does_is_a_fetch_error(new_server, settings, case):
     with pytest.raises(FetchError):
         run_and_fetch(server, settings)
     assert server.connections == 1
-
-
-def test_a_server_that_speaks_no_tls_is_refused(settings):
-    async def do():
-        async def plain(reader, writer):
-            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-            writer.close()
-
-        async with await asyncio.start_server(plain, HERE, 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            await fetch_bytes(f"https://{NAME}:{port}/", dataclasses.replace(settings, ports=frozenset({port})))
-
-    with pytest.raises(FetchError, match=NAME):
-        asyncio.run(do())
 
 
 def test_a_full_disk_here_is_not_blamed_on_the_server(new_server, settings):
@@ -276,12 +248,6 @@ def test_a_long_host_costs_no_time(settings):
         with pytest.raises(FetchError):
             check_url(f"https://{host}/", settings)
     assert time.process_time() - start < 0.1
-
-
-def test_all_requests_of_a_process_share_one_tls_context():
-    with ThreadPoolExecutor(8) as threads:
-        contexts = list(threads.map(lambda _: load_default_trust(), range(8)))
-    assert len(set(map(id, contexts))) == 1 and contexts[0].verify_mode == ssl.CERT_REQUIRED
 
 
 def test_the_tls_context_is_not_made_in_the_event_loop(settings, monkeypatch):

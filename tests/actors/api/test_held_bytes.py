@@ -46,7 +46,7 @@ def test_jobs_that_were_claimed_together_hold_no_more_than_the_limit(settings, t
         monkeypatch.setattr(held_bytes, "LIMIT_BYTES", 3 * picture)
         with working(settings, engine) as engine.tools:
             wait_for(lambda: engine.under_way == 2)
-            time.sleep(1)
+            time.sleep(0.6)
             assert engine.under_way == 2
             engine.go.set()
             assert all(wait_for_end(http, job)["status"] == "completed" for job in jobs)
@@ -60,7 +60,7 @@ def test_worker_that_holds_too_much_claims_nothing(settings, tmp_path):
     with working(settings, engine) as tools, serve(settings, engine.model) as address, open_client(address) as http:
         with tools.held.hold(LIMIT_BYTES):
             job = create(http).json()["id"]
-            time.sleep(1)
+            time.sleep(0.6)
             assert http.get(f"/v1/videos/{job}").json()["status"] == "queued"
         assert wait_for_end(http, job)["status"] == "completed"
 

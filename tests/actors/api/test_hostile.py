@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import io
 import socket
 import threading
 import time
@@ -16,16 +15,10 @@ import pytest
 from PIL import Image
 
 from actors.api.core import following
-from actors.api.core.access import Access
 from actors.api.core.service import Service
-from actors.api.limits import ServiceLimits
 from actors.jobs.keys import KeyLimits, make_key, revoke_key
-from actors.jobs.store import JobStore
 from actors.jobs.work import WorkQueue
-from tests.actors.api import fetching
-from tests.actors.api.conftest import NAME
 from tests.actors.api.serving import bearer, change_limits, create, data_url, open_client, serve, working
-from tests.actors.jobs.test_store import ask
 from tests.conftest import PHOTO
 from tests.waiting import wait_for
 
@@ -102,18 +95,6 @@ def test_a_large_body_costs_the_service_neither_memory_nor_time(settings):
     assert most < 200_000_000  # Of 1.5 GB. What other tests of this process gave back, it takes again.
 
 
-def test_images_are_stored_in_the_size_of_their_video(settings, database):
-    big = io.BytesIO()
-    Image.effect_noise((3000, 3000), 80).convert("RGB").save(big, "JPEG", quality=90)
-    with open_limited(settings) as http:
-        answer = http.post(
-            "/v1/videos", data={"prompt": "x", "size": "64x64"}, files={"input_reference": big.getvalue()}
-        )
-        assert (answer.status_code, answer.json()["input_size"]) == (200, "3000x3000")
-    stored = Path(settings.storage) / JobStore(database).get(answer.json()["id"]).input_image
-    assert Image.open(stored).size == (64, 64) and stored.stat().st_size < 20_000
-
-
 def test_bodies_that_never_end_are_counted_by_key_and_given_up(settings, keys):
     ann, mallory = keys
     with open_limited(settings, bodies=4, body_s=2.0) as http:
@@ -165,17 +146,6 @@ def test_a_full_queue_is_seen_before_a_body_is_read_and_leaves_nothing(settings)
         assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
         assert 1 <= int(full.headers["retry-after"]) <= 600
     assert [path for path in Path(settings.storage).rglob("*") if path.is_file()] == []
-
-
-def test_a_repeated_request_needs_its_image_no_more(hook_settings, hook):
-    hook.answers["/a.png"] = [fetching.answer(PHOTO.read_bytes())]
-    with serve(hook_settings) as address, open_client(address) as http:
-        body = {"input_reference": {"image_url": f"https://{NAME}:{hook.port}/a.png"}}
-        response = create(http, {"Idempotency-Key": "one"}, **body)
-        assert response.status_code == 200, response.text
-        assert create(http, **body).status_code == 400  # The image is gone.
-        assert create(http, {"Idempotency-Key": "one"}, **body).json()["id"] == response.json()["id"]
-    assert len(list(Path(hook_settings.storage).rglob("*.png"))) == 1
 
 
 def test_a_full_disk_is_said_before_anything_is_accepted(settings):
@@ -251,29 +221,3 @@ def test_an_image_in_a_form_s_url_may_be_as_large_as_a_file(http):
     assert len(url) > 200_000
     fields = {"prompt": (None, "x"), "input_reference[image_url]": (None, url)}
     assert http.post("/v1/videos", files=fields).json()["input_size"] == "600x600"
-
-
-def test_a_job_that_is_followed_while_others_are_looked_at_is_not_taken_for_deleted(database, monkeypatch):
-    monkeypatch.setattr(following, "_LOOK_S", 0.01)
-    store = JobStore(database)
-    first, second = (store.look(job.id) for job in [store.submit(ask())[0] for _ in range(2)])
-    looks, go_on = threading.Event(), threading.Event()
-
-    def look(jobs):
-        seen = {job.id: (job, None) for job in store.look_at_all(jobs)}
-        looks.set()
-        assert go_on.wait(10)
-        return seen
-
-    async def both():
-        streams = following.follow_jobs(look, Access(database, 10, ServiceLimits()))
-        async with streams.follow(first.id, (first, None), "") as stream:
-            await anext(stream)
-            await asyncio.to_thread(looks.wait, 10)
-            async with streams.follow(second.id, (second, None), "") as other:
-                await anext(other)
-                go_on.set()
-                with pytest.raises(TimeoutError):  # Nothing has happened to it.
-                    await asyncio.wait_for(anext(other), 0.5)
-
-    asyncio.run(both())

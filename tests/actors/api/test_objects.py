@@ -18,7 +18,7 @@ from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.families import published_spec
-from wan_tpu.lengths import count_frames, format_seconds
+from wan_tpu.lengths import count_frames
 
 SPEC = published_spec("wan2.2-i2v-a14b")
 
@@ -79,31 +79,10 @@ def test_text_that_is_no_size_is_refused(size):
         make_request(CreateVideo(prompt="x", size=size), SPEC, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fps", "frames"), [("5", 16, 81), ("4", 16, 65), ("5", 24, 121), ("0.01", 16, 1), ("5.06", 16, 81)]
-)
-def test_seconds_become_whole_latent_frames(seconds, fps, frames):
-    assert count_frames(seconds, fps, SPEC) == frames
-    assert frames % 4 == 1
-
-
 @pytest.mark.parametrize("seconds", ["", "0", "-1", "nan", "inf", "1e3", "9999", "five", "٥"])
 def test_number_that_is_no_length_is_refused(seconds):
     with pytest.raises(InvalidRequest, match="seconds"):
         count_frames(seconds, 16, SPEC)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(5.0, "5"), (5.0625, "5.06"), (0.5, "0.5"), (10.0, "10"), (0.0625, "0.06")]
-)
-def test_lengths_are_written_short(seconds, text):
-    assert format_seconds(seconds) == text
-
-
-def test_frames_have_precedence_over_a_length_as_in_sglang_and_vllm_omni():
-    assert make_request(CreateVideo(prompt="x", seconds="5", num_frames=17), SPEC, seed=0).frames == 17
-    with pytest.raises(InvalidRequest, match="seconds"):
-        make_request(CreateVideo(prompt="x", seconds="five", num_frames=17), SPEC, seed=0)
 
 
 @pytest.mark.parametrize(

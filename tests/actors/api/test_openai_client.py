@@ -54,6 +54,12 @@ def test_a_video_from_nothing_to_the_end(client, worker, engine):
     assert (thumbnail.format, thumbnail.size) == ("WEBP", (96, 64))
     sheet = Image.open(io.BytesIO(client.videos.download_content(video.id, variant="spritesheet").content))
     assert (sheet.format, sheet.size) == ("JPEG", (4 * 96, 3 * 64))
+    deletion = client.videos.delete(video.id)
+    assert (deletion.id, deletion.deleted, deletion.object) == (video.id, True, "video.deleted")
+    for ask in (client.videos.retrieve, client.videos.delete, client.videos.download_content):
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask(video.id)
+        assert refused.value.code == "video_not_found"
 
 
 def test_pages_of_a_list(client):
@@ -72,17 +78,6 @@ def test_pages_of_a_list(client):
         client.videos.list(after="video_" + "0" * 48)
 
 
-def test_delete(client, worker):
-    video = client.videos.create_and_poll(prompt="soon gone")
-    assert len(worker.store.get(video.id).results) == 4
-    deletion = client.videos.delete(video.id)
-    assert (deletion.id, deletion.deleted, deletion.object) == (video.id, True, "video.deleted")
-    for ask in (client.videos.retrieve, client.videos.delete, client.videos.download_content):
-        with pytest.raises(openai.NotFoundError) as refused:
-            ask(video.id)
-        assert refused.value.code == "video_not_found"
-
-
 def test_errors_have_openai_s_form(client, service):
     for fields, param in (
         ({"prompt": ""}, "prompt"),
@@ -99,18 +94,6 @@ def test_errors_have_openai_s_form(client, service):
     assert client.models.retrieve(MODEL).owned_by == "wan-tpu"
     answer = httpx.get(f"{service}/v1/nothing", timeout=60)
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
-
-
-def test_a_size_that_the_slices_refuse_fails_alone_and_names_the_nearest_that_fits(client, worker, engine):
-    message = "1280x720 with 81 frames doesn't fit the memory of the slice; the nearest known to fit is 832x480 with 81"
-    engine.failure = RequestFailed(message, "invalid")
-    video = client.videos.create_and_poll(prompt="too large")
-    assert (video.status, video.error.code, video.error.message, video.attempts) == ("failed", "invalid", message, 1)
-    with pytest.raises(openai.NotFoundError, match="failed"):
-        client.videos.download_content(video.id)
-    engine.failure, engine.warnings = None, ("the prompt was cut",)
-    other = client.videos.create_and_poll(prompt="small")
-    assert (other.status, other.warnings) == ("completed", ["the prompt was cut"])
 
 
 def test_a_remix_is_the_same_request_with_another_prompt(client, worker, engine):

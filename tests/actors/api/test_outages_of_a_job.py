@@ -81,15 +81,15 @@ def test_nothing_is_begun_while_temporary_files_have_no_place(http, settings, en
 
 def test_a_slow_storage_costs_no_lease(http, settings, database, engine):
     """As many results as there are threads wait for a disk that hangs for longer than a lease lasts."""
-    quick = change_reliability(dataclasses.replace(settings, concurrency=40), lease_s=20.0)
-    jobs = [create(http, num_frames=1, num_inference_steps=1).json()["id"] for _ in range(40)]
+    quick = change_reliability(dataclasses.replace(settings, concurrency=12), lease_s=5.0)
+    jobs = [create(http, num_frames=1, num_inference_steps=1).json()["id"] for _ in range(12)]
     engine.go.clear()
     with working(quick, engine) as tools:
         wait_for(lambda: len(engine.requests) == len(jobs))
         with tools.storage._one_at_a_time:  # A write takes this lock first.
             engine.go.set()
             wait_for(lambda: engine.under_way == 0)
-            time.sleep(21)
+            time.sleep(6)
             another = WorkQueue(database, reliability=quick.reliability)
             assert another.requeue_lost() == []
         assert [wait_for_end(http, job)["attempts"] for job in jobs] == [1] * len(jobs)
@@ -107,11 +107,11 @@ def refusing(database, change, when):
 
 
 def test_an_end_that_can_t_be_recorded_is_tried_again(http, settings, database, engine, caplog):
-    settings = change_reliability(settings, pipeline_pause_s=1.0)
-    with refusing(database, "status", "new.status = 'completed'"), working(settings, engine):
-        job = create(http).json()["id"]
-        wait_for(lambda: http.get(f"/v1/videos/{job}").json()["attempts"] > 1)
+    settings = change_reliability(settings, pipeline_pause_s=0.2)
     with working(settings, engine):
+        with refusing(database, "status", "new.status = 'completed'"):
+            job = create(http).json()["id"]
+            wait_for(lambda: http.get(f"/v1/videos/{job}").json()["attempts"] > 1)
         assert wait_for_end(http, job)["status"] == "completed"
     assert http.delete(f"/v1/videos/{job}").status_code == 200
     assert "IntegrityError" in caplog.text
@@ -127,12 +127,12 @@ def test_an_end_that_is_always_refused_is_not_tried_without_end(http, settings, 
 
 def test_renewal_that_fails_oddly_is_not_the_last(http, settings, database, engine, caplog):
     engine.go.clear()
-    quick = change_reliability(settings, lease_s=4.0)
+    quick = change_reliability(settings, lease_s=3.0)
     with working(quick, engine):
         job = create(http).json()["id"]
         wait_for(lambda: http.get(f"/v1/videos/{job}").json()["step"])
         with refusing(database, "lease_expires_at", "new.lease_token = old.lease_token"):
             wait_for(lambda: "lease not renewed" in caplog.text)
-        time.sleep(5)
+        time.sleep(3.5)
         engine.go.set()
         assert wait_for_end(http, job)["attempts"] == 1

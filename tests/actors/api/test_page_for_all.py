@@ -1,16 +1,31 @@
-"""The page by keyboard, by screen reader, and on a phone."""
+"""The page by keyboard, by screen reader, on a phone, and while a video is made."""
 
 import re
+import time
 
 import pytest
 
-from tests.actors.api.browsing import PHONE, SCHEMES, ask, audit, card_of, plays, sync_api
-from tests.actors.api.serving import create
+from actors.api.http import watching
+from tests.actors.api.browsing import (
+    PHONE,
+    SCHEMES,
+    ask,
+    audit,
+    card_of,
+    open_page,
+    plays,
+    save_screenshot,
+    sync_api,
+)
+from tests.actors.api.serving import DecodingEngine, create, serve, working
+from tests.actors.api.test_unfinished import jpeg
+from tests.actors.small_spec import SOUND_SPEC
+from tests.waiting import wait_for
 
 
 @pytest.mark.long
 def test_arrows_walk_through_the_videos(page, worker):
-    for prompt in ("First", "Second", "Third"):
+    for prompt in ("First", "Third"):
         card = ask(page, prompt)
         play = card.get_by_role("button", name="play:")
         play.wait_for()
@@ -22,13 +37,12 @@ def test_arrows_walk_through_the_videos(page, worker):
     plays(page, "article")
     page.keyboard.press("Enter")
     plays(page)
-    for key, prompt, place in (("Right", "Second", 2), ("Right", "First", 3), ("Left", "Second", 2)):
+    for key, prompt, place in (("Right", "First", 2), ("Left", "Third", 1), ("Right", "First", 2)):
         page.keyboard.press(f"Arrow{key}")
         viewer = page.get_by_role("dialog", name=prompt)
-        sync_api.expect(viewer).to_contain_text(f"{place} of 3")
-    audit(page)
+        sync_api.expect(viewer).to_contain_text(f"{place} of 2")
     page.keyboard.press("Escape")
-    sync_api.expect(card_of(page, "Second").get_by_role("button", name="play:")).to_be_focused()
+    sync_api.expect(card_of(page, "First").get_by_role("button", name="play:")).to_be_focused()
     page.get_by_label("Search prompts").fill("thi")
     sync_api.expect(page.locator("article:visible")).to_have_count(1)
     page.get_by_label("Search prompts").fill("nobody")
@@ -60,6 +74,7 @@ def test_the_focus_stays_when_cards_change(page, worker, engine):
     sync_api.expect(page.get_by_role("heading", name="Videos")).to_be_focused()
 
 
+@pytest.mark.thorough
 @pytest.mark.long
 def test_older_ones_take_the_focus(page, http):
     for number in range(26):
@@ -69,24 +84,16 @@ def test_older_ones_take_the_focus(page, http):
     sync_api.expect(page.get_by_role("button", name="Cancel: video 1.")).to_be_focused()
 
 
-def test_names_say_of_which_video(page):
-    card = ask(page, "A cat looks up " + "and up " * 20)
-    name = "A cat looks up and up and up and up and up and up and up an…"
-    sync_api.expect(card.get_by_role("button", name=f"Cancel: {name}", exact=True)).to_have_text("Cancel")
-    bar = card.get_by_role("progressbar", name=f"progress of {name}", exact=True)
-    assert [bar.get_attribute(f"aria-value{end}") for end in ("min", "now", "max")] == ["0", "0", "100"]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_controls_stand_out(page, scheme):
+def test_controls_stand_out(page):
     """axe-core doesn't measure the edges of controls."""
-    page.emulate_media(color_scheme=scheme)
-    grounds = [colour(page, "form", "backgroundColor"), colour(page, "input[name=num_frames]", "backgroundColor")]
-    for control in ("textarea", "input[name=num_frames]", "select", ".drop", "#find"):
-        edge = colour(page, control, "borderTopColor")
-        assert min(contrast(edge, ground) for ground in grounds) >= 3, control
-    assert contrast(colour(page, "input[name=num_frames]", "color", "::placeholder"), grounds[1]) >= 4.5
+    for scheme in SCHEMES:
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        grounds = [colour(page, "form", "backgroundColor"), colour(page, "input[name=num_frames]", "backgroundColor")]
+        for control in ("textarea", "input[name=num_frames]", "select", ".drop", "#find"):
+            edge = colour(page, control, "borderTopColor")
+            assert min(contrast(edge, ground) for ground in grounds) >= 3, control
+        assert contrast(colour(page, "input[name=num_frames]", "color", "::placeholder"), grounds[1]) >= 4.5
 
 
 def colour(page, selector, name, part=None):
@@ -111,5 +118,46 @@ def test_on_a_phone(page, worker):
     audit(page, phone=True)
     viewer = page.locator("#viewer")
     assert viewer.evaluate("box => box.scrollWidth - box.clientWidth") <= 0
-    viewer.get_by_role("button", name="Close").click()
-    audit(page, phone=True)
+
+
+def test_page_shows_the_preview_while_the_video_is_made(page, worker, engine):
+    engine.go.clear()
+    engine.previews = {1: jpeg("red")}
+    card = ask(page, "A cat looks up", size="96 x 64", Frames=9, Steps=4)
+    picture = card.locator("img.preview")
+    picture.wait_for()
+    assert picture.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [64, 48]
+    engine.go.set()
+    card.get_by_role("button", name="play:").wait_for()
+    sync_api.expect(picture).to_have_count(0)
+
+
+def test_video_plays_while_it_is_decoded_and_goes_on_as_the_finished_file(browser, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "_SILENCE_S", 0.05)  # Empty boxes come before the video, and within it.
+    engine = DecodingEngine(tmp_path)
+    engine.model = SOUND_SPEC
+    with serve(settings, SOUND_SPEC) as address, working(settings, engine):
+        page = open_page(browser, address)
+        card = ask(page, "A cat is decoded", Frames=124, **{"Frames a second": 40})
+        sync_api.expect(card.locator("video")).to_be_attached()
+        wait_for(lambda: engine.requests)
+        time.sleep(0.3)  # Empty boxes are sent meanwhile.
+        engine.decoded.release(3)
+        plays(page, "article")
+        sync_api.expect(card.locator("video.playing")).to_be_attached()
+        assert card.get_attribute("data-status") == "in_progress"
+        sync_api.expect(card.locator(".working strong")).to_have_css(
+            "opacity", "0"
+        )  # The picture takes the place of words.
+        assert b"mp4a" in next(iter(engine.fragments.values()))[0]  # With its sound.
+        save_screenshot(page, "decoded")
+        page.evaluate(
+            "durations = []; document.querySelector('article video.playing').addEventListener("
+            "'durationchange', event => durations.push(event.target.duration))"
+        )
+        engine.decoded.release(6)
+        card.get_by_role("button", name="play:").wait_for()
+        wait_for(lambda: 124 / 40 in page.evaluate("durations"))  # The media source had no end until then.
+        sync_api.expect(card.locator("video")).to_have_count(0)
+        sync_api.expect(card.locator(".tile img")).to_be_visible()
+        page.close()

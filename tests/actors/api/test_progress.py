@@ -72,17 +72,6 @@ def test_chunks_that_are_decoded_between_two_steps_end_no_video(job):
     assert before.stage == "denoise_high"
 
 
-def test_chunks_that_are_decoded_again_before_the_first_step_end_no_video(job):
-    model = published_spec("helios-distilled")
-    plan = model.plan(GenerationRequest(prompt="a cat", height=128, width=128, frames=66))
-    assert len(plan.chunk_stops) > 1
-    tracker = Tracker(job, Pace([make_ended_job(job, 25.0)]).get(REQUEST), CHIPS)
-    tracker.begin_segment(model, plan)
-    before = tracker.estimate()
-    tracker.note(span("decoder", 0.5))
-    assert tracker.estimate() == before
-
-
 def test_steps_of_a_stage_that_enlarges_weigh_more_by_their_tokens_and_then_as_they_were_measured(job):
     model = published_spec("ltx-2.3-distilled")
     plan = model.plan(GenerationRequest(prompt="a cat", height=128, width=128, frames=9))

@@ -42,11 +42,3 @@ def test_what_is_cut_or_cropped_is_in_the_answer(settings, spec):
         other = remix(http, video, LONG).json()
         assert other["warnings"][1:] == video["warnings"] and other["warnings"][0].startswith("prompt")
         assert http.get(f"/v1/videos/{other['id']}").json()["warnings"] == other["warnings"]
-
-
-def test_remix_of_a_size_that_is_no_longer_allowed_is_refused(settings, spec):
-    with serve(settings, spec) as address, open_client(address) as http:
-        video = create(http, size="672x448").json()
-    smaller = dataclasses.replace(settings, largest=((384, 640, 124),))
-    with serve(smaller, spec) as address, open_client(address) as http:
-        assert remix(http, video, "a dog").json()["error"]["param"] == "size"

@@ -176,31 +176,17 @@ def test_without_keys_only_this_machine_s_own_pages_may_ask(http, service):
     assert "access-control-allow-origin" not in create(http).headers
 
 
-@pytest.mark.parametrize(
-    ("name", "default", "sizes"),
-    [
-        ("hunyuanvideo1.5-480p-i2v", "848x480", ("640x640", "480x848", "1280x320")),
-        ("wan2.2-i2v-a14b", "1280x720", ("960x960", "720x1280", "1920x480")),  # As Wan's own program rounds down.
-    ],
-)
-def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings, name, default, sizes):
-    with serve(settings, published_spec(name)) as address, open_client(address) as http:
+def test_a_video_has_the_shape_of_its_image_where_no_size_is_said(settings):
+    sizes = "960x960", "720x1280", "1920x480"  # As Wan's own program rounds down.
+    with serve(settings, published_spec("wan2.2-i2v-a14b")) as address, open_client(address) as http:
         [model] = http.get("/v1/models").json()["data"]
-        assert (model["follows_image"], model["defaults"]["size"]) == (True, default)
+        assert (model["follows_image"], model["defaults"]["size"]) == (True, "1280x720")
         for (width, height), expected in zip([(300, 300), (90, 160), (4000, 400)], sizes, strict=True):
             image = {"image_url": data_url(Image.new("RGB", (width, height)))}
             response = create(http, input_reference=image).json()
             assert (response["size"], response["input_size"]) == (expected, f"{width}x{height}")
         assert create(http, input_reference=image, size="640x352").json()["size"] == "640x352"
         assert create(http).json()["error"]["param"] == "input_reference"
-
-
-def test_largest_size_holds_for_one_that_follows_an_image(settings):
-    small = dataclasses.replace(settings, largest=((480, 832, 121),))
-    with serve(small, published_spec("hunyuanvideo1.5-480p-i2v")) as address, open_client(address) as http:
-        image = {"image_url": data_url(Image.new("RGB", (300, 300)))}
-        refused = create(http, input_reference=image).json()["error"]["message"]
-        assert "640x640 with 121 frames exceeds" in refused and "624x624 with 121 frames" in refused
 
 
 def test_a_model_says_what_it_makes_and_within_which_limits(settings):
@@ -239,15 +225,11 @@ def test_a_page_elsewhere_may_ask_where_it_was_allowed_to(settings):
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [
-        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
         ({"content": b"\xff\xfe", "headers": {"content-type": "application/json"}}, 400),
         ({"content": b"prompt=x", "headers": {"content-type": "text/plain"}}, 415),
-        ({"content": b"x"}, 415),
-        ({"content": b"--x", "headers": {"content-type": "multipart/form-data"}}, 400),
         ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400),
         ({"data": {"prompt": "x"}, "files": {"input_reference": ("a.png", b"no image")}}, 400),
         ({"json": {"prompt": "x", "input_reference": {"image_url": "http://example.com/a.png"}}}, 400),
-        ({"json": {"prompt": "x", "webhook_url": "https://example.com/hook"}}, 400),
         ({"json": {"prompt": "x"}, "headers": {"Idempotency-Key": "k" * 256}}, 400),
         ({"json": {"prompt": "x"}, "headers": {"Idempotency-Key": b"a\x85b"}}, 400),
         ({"content": b'{"prompt": "x", "\\ud800": 1}', "headers": {"content-type": "application/json"}}, 400),

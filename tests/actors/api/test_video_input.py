@@ -19,12 +19,12 @@ from actors.api.untrusted.memory_file import open_memory_file
 from actors.api.untrusted.reader import Reader
 from actors.jobs.store import open_database
 from actors.jobs.tables import File
-from tests.actors.api import fetching, serving
+from tests.actors.api import serving
 from tests.actors.api.serving import change_limits, create, data_url, open_client, serve, wait_for_end, working
 from tests.actors.small_spec import SmallSpec
 from tests.waiting import wait_for
-from tests.wan_tpu.shown_clips import FPS, KINDS, SOUNDS, run
-from tests.wan_tpu.test_media_shown import LOSS, assert_shown, assert_tones, listen
+from tests.wan_tpu.shown_clips import FPS, KINDS
+from tests.wan_tpu.test_media_shown import LOSS, assert_shown
 from wan_tpu.errors import InvalidRequest
 from wan_tpu.media.joining import read_clip
 from wan_tpu.media.reading import open_video, read_frames
@@ -86,10 +86,7 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
     sent = np.stack([np.asarray(frame, int) for frame in read_frames(tmp_path / "sent.mp4", 9)])
     form = {"prompt": (None, "snow"), "strength": (None, "0.5"), "video": ("a.mp4", mp4)}
     jobs = [http.post("/v1/videos", files=form).json()]
-    jobs += [
-        create(http, video=data_url(mp4, MP4)).json(),
-        create(http, video={"video_url": data_url(mp4, MP4)}).json(),
-    ]
+    jobs.append(create(http, video={"video_url": data_url(mp4, MP4)}).json())
     for job in jobs:
         assert (wait_for_end(http, job["id"])["status"], job["video_size"], job["size"]) == (
             "completed",
@@ -97,8 +94,8 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
             "96x64",
         )
         assert np.abs(shown_to(engine) - sent).mean() < 1.5
-    assert [request.strength for request in engine.requests] == [0.5, 0.8, 0.8] and jobs[0]["strength"] == 0.5
-    assert [request.image for request in engine.requests] == [None] * 3
+    assert [request.strength for request in engine.requests] == [0.5, 0.8] and jobs[0]["strength"] == 0.5
+    assert [request.image for request in engine.requests] == [None] * 2
     content = http.get(f"/v1/videos/{jobs[0]['id']}/content", params={"variant": "input_video"})
     assert content.headers["content-type"] == "video/mp4" and content.content == engine.requests[0].video.content
     with OpenAI(base_url=str(http.base_url).rstrip("/") + "/v1", api_key="none", max_retries=0) as client:
@@ -108,6 +105,8 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
     (tmp_path / "source.mp4").write_bytes(source)
     first = np.stack([np.asarray(frame, int) for frame in read_frames(tmp_path / "source.mp4", 5)])
     assert np.abs(shown_to(engine, 5) - first).max() <= 4
+    with serve(change_limits(settings, video_bytes=1000), engine.model) as address, open_client(address) as strict:
+        assert create(strict, video={"id": jobs[0]["id"]}).json()["error"]["param"] == "video"
     remixed = http.post(f"/v1/videos/{jobs[0]['id']}/remix", json={"prompt": "other"}).json()
     assert wait_for_end(http, remixed["id"])["status"] == "completed"
     assert engine.requests[-1].video == engine.requests[0].video and engine.requests[-1].strength == 0.5
@@ -115,28 +114,6 @@ def test_every_form_reaches_the_pipeline(http, engine, mp4, tmp_path, settings):
     with open_database(settings.database).read() as session:
         assert all(file.delete_at is not None for file in session.query(File) if file.job == jobs[0]["id"])
     assert http.get("/v1/models").json()["data"][0]["takes_video"] is True
-
-
-def test_a_url_is_fetched_by_the_same_rules_as_an_image(hook_settings, hook, engine, mp4):
-    spec = engine.model = TakesVideo(serving.SPEC.config)
-    hook.answers["/a.mp4"] = fetching.answer(mp4)
-    url = f"https://pictures.test:{hook.port}/a.mp4"
-    with working(hook_settings, engine), serve(hook_settings, spec) as address, open_client(address) as http:
-        assert wait_for_end(http, create(http, video={"video_url": url}).json()["id"])["status"] == "completed"
-        assert b"Accept: video/*" in hook.requests[0]
-        error = create(http, video=f"https://pictures.test:{hook.port}/none.mp4").json()["error"]
-        assert error["param"] == "video"
-    small = change_limits(hook_settings, video_bytes=1000)
-    with serve(small, spec) as address, open_client(address) as http:
-        assert create(http, video=url).json()["error"]["param"] == "video"
-
-
-def test_a_long_video_of_the_service_is_refused_before_it_is_loaded(http, engine, settings, mp4):
-    job = wait_for_end(http, create(http, video=data_url(mp4, MP4)).json()["id"])
-    small = change_limits(settings, video_bytes=1000)
-    with serve(small, engine.model) as address, open_client(address) as strict:
-        error = create(strict, video={"id": job["id"]}).json()["error"]
-        assert error["param"] == "video"
 
 
 def test_another_shape_is_cropped_and_the_size_follows_the_video(http, engine):
@@ -185,21 +162,6 @@ def count_ffmpegs():
     return sum(name.startswith("ffmpeg") for name in names)
 
 
-def test_formats_of_phones_and_browsers_are_read(tmp_path):
-    phone = tmp_path / "phone.mp4"  # What is in it stands at its end.
-    phone.write_bytes(film())
-    moved = tmp_path / "moved.mp4"
-    subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", phone, "-c", "copy", moved], check=True)
-    assert moved.read_bytes().index(b"moov") > moved.read_bytes().index(b"mdat")
-    films = [moved.read_bytes(), film("-c:v", "vp8", kind="webm"), film(kind="gif"), film("-c:v", "mjpeg", kind="avi")]
-    films += [film("-c:v", "libx265", "-pix_fmt", "yuv420p10le", "-x265-params", "log-level=none", kind="matroska")]
-    for content in films:
-        assert read(content)[4:8] == b"ftyp"
-    for content in (films[0], films[2]):
-        mp4, frames, png = read(content, convert=True)
-        assert (mp4[4:8], frames, png[1:4]) == (b"ftyp", 16, b"PNG")
-
-
 def test_all_of_a_video_is_converted_however_it_begins_and_ends(tmp_path):
     late = tmp_path / "late.mp4"
     late.write_bytes(film("-f", "lavfi", "-i", "sine=d=1.5", "-vf", "setpts=PTS+0.5/TB", "-pix_fmt", "yuv420p"))
@@ -211,7 +173,7 @@ def test_all_of_a_video_is_converted_however_it_begins_and_ends(tmp_path):
 
 
 # Reading is tested with all kinds in tests/wan_tpu/test_media_shown.py; here each changes what is cut and converted.
-CONVERTED = ("turned by 90", "sample aspect ratio", "edit list", "PQ", "variable rate", "GIF")
+CONVERTED = ("turned by 90", "variable rate", "GIF")
 
 
 @pytest.mark.parametrize(
@@ -239,20 +201,6 @@ def test_an_upload_of_every_kind_has_the_frames_that_are_shown(name, tmp_path):
     assert_shown([Image.open(io.BytesIO(end))], kind.shown[-1:], kind.tolerance + LOSS)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("mono", "5.1") else pytest.param(name, marks=pytest.mark.thorough) for name in SOUNDS],
-)
-def test_sound_of_every_kind_is_converted_to_stereo(name, tmp_path):
-    kind, frames, path = SOUNDS[name], tmp_path / "frames.mp4", tmp_path / "clip.mov"
-    run("-f", "lavfi", "-i", "color=s=96x64:r=16:d=1", "-c:v", "mpeg4", frames)
-    kind.accompany(frames, path)
-    mp4, _, _ = read(path.read_bytes(), convert=True)
-    (tmp_path / "all.mp4").write_bytes(mp4)
-    assert read_clip(tmp_path / "all.mp4").sound.layout == "stereo"
-    assert_tones(listen(tmp_path / "all.mp4", 0, 9), kind.tones, kind.starts + 0.1, 0.9)
-
-
 MP4 = "video/mp4"
 HLS = "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n"
 
@@ -261,13 +209,10 @@ def test_broken_and_hostile_files_are_refused(mp4, tmp_path):
     secret = tmp_path / "secret.mp4"
     secret.write_bytes(mp4)
     for content in (
-        b"",
-        b"hello" * 99,
         mp4[:600],
         film(source="sine=d=1", kind="mp3"),  # Sound alone.
         f"ffconcat version 1.0\nfile '{secret}'\n".encode(),
         HLS.format(f"file://{secret}").encode(),
-        HLS.format("http://127.0.0.1:9/a.ts").encode(),
     ):
         with pytest.raises(InvalidRequest) as refused:
             read(content)
@@ -283,7 +228,7 @@ def test_a_process_has_one_time_for_all_videos_however_often_it_reads_some():
     async def ask():
         with open_memory_file() as file:
             file.write(film())
-            async with Reader(ServiceLimits(reader_s=3, video_wait_s=1)).read(CLIP, file, "key") as reading:
+            async with Reader(ServiceLimits(reader_s=1, video_wait_s=0.5)).read(CLIP, file, "key") as reading:
                 for _ in range(1000):
                     await reading.cut_video(Fit(64, 96), 9, step=4)
 
@@ -298,7 +243,7 @@ def test_a_bomb_of_frames_costs_no_more_than_it_may():
         read(many, limits=ServiceLimits(video_s=4), convert=True)
     # All frames are shown at the same moment, so that each is decoded and none is kept.
     flat = ["-vf", "setpts=0", "-fps_mode", "passthrough", "-preset", "ultrafast"]
-    at_once = film(*flat, source="color=s=16x16:r=1000:d=40", kind="matroska")
+    at_once = film(*flat, source="color=s=16x16:r=1000:d=20", kind="matroska")
     start = time.monotonic()
     for limits in (ServiceLimits(video_cpu_s=1), ServiceLimits(reader_s=0.1, video_wait_s=0.6)):
         with pytest.raises(InvalidRequest, match=r"more memory or time|has \d frames"):

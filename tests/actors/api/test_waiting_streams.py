@@ -7,8 +7,6 @@ import pytest
 from sqlalchemy import delete, text
 
 from actors.api.http import watching as watching_module
-from actors.jobs import watching as watched_jobs
-from actors.jobs.store import JobStore
 from actors.jobs.tables import File, StoredFragment
 from actors.jobs.work import WorkQueue
 from tests.actors.api.serving import create
@@ -54,7 +52,7 @@ def receives(viewer, parts):
     return True
 
 
-@pytest.mark.parametrize("row", [True, False], ids=["row", "file"])
+@pytest.mark.parametrize("row", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["row", "file"])
 def test_late_viewer_whose_first_fragment_was_removed_waits_for_the_file(http, settings, database, claim, row):
     queue, claimed = claim()
     names = [publish(queue, settings, claimed, number, PARTS[number]) for number in range(3)]
@@ -109,7 +107,7 @@ def missing(database, table):
             yield
 
 
-@pytest.mark.parametrize("table", ["fragments", "jobs"])
+@pytest.mark.parametrize("table", ["fragments", pytest.param("jobs", marks=pytest.mark.thorough)])
 def test_stream_is_kept_alive_while_the_database_fails(http, settings, database, claim, monkeypatch, table):
     monkeypatch.setattr(watching_module, "_SILENCE_S", 0.05)
     queue, claimed = claim()
@@ -125,29 +123,3 @@ def test_stream_is_kept_alive_while_the_database_fails(http, settings, database,
         http.post(f"/v1/videos/{claimed.id}/cancel").raise_for_status()
         queue.fail(claimed, "invalid", "")
         assert viewer.end()[1]
-
-
-def test_head_of_a_stream_is_that_of_its_answer(http):
-    job = create(http).json()["id"]
-    path, of_one_answer = f"/v1/videos/{job}/content?stream=1", {"date", "x-request-id", "transfer-encoding"}
-    head = http.head(path)
-    with http.stream("GET", path) as answer:
-        headers = dict(answer.headers)
-    with http.stream("GET", f"/v1/videos/{job}/events") as events:
-        assert events.headers["x-accel-buffering"] == headers["x-accel-buffering"] == "no"
-    assert "content-length" not in head.headers and head.status_code == 200
-    assert {name: head.headers[name] for name in head.headers.keys() - of_one_answer} == {
-        name: headers[name] for name in headers.keys() - of_one_answer
-    }
-
-
-def test_job_counts_as_watched_for_as_long_as_somebody_watches(http, database, monkeypatch):
-    monkeypatch.setattr(watched_jobs, "RENEW_S", 0.2)
-    job, store = create(http).json()["id"], JobStore(database)
-    with http.stream("GET", f"/v1/videos/{job}/content", params={"stream": 1}):
-        first = wait_for(lambda: store.get(job).watched_at)
-        wait_for(lambda: store.get(job).watched_at > first + 0.4)
-    time.sleep(0.5)
-    last = store.get(job).watched_at
-    time.sleep(0.5)
-    assert store.get(job).watched_at == last

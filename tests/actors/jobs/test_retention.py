@@ -110,15 +110,6 @@ def test_no_job_gets_an_upload_that_is_being_released(database, storage, tmp_pat
         JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/b.png"))
 
 
-def test_an_upload_that_may_still_become_one_stays(database, storage):
-    Retention(database, storage, JobSettings(abandoned_s=HOUR)).reserve("inputs/b.png", "", 1)
-    storage.write("inputs/b.png", b"image")
-    assert Retention(database, storage).sweep() == (0, 0)
-    JobStore(database).submit(Job(owner="ann", request={}, input_image="inputs/b.png"))
-    assert Retention(database, storage).sweep() == (0, 0)
-    assert set(storage.list()) == {"inputs/b.png"}
-
-
 def test_files_of_a_lost_worker_are_removed_but_not_the_next_one_s(database, storage):
     JobStore(database).submit(Job(owner="ann", request={}))
     lost = WorkQueue(database, AT_ONCE, ReliabilitySettings(lease_s=0.05))
@@ -171,21 +162,6 @@ def test_file_that_is_needed_again_while_others_are_removed_stays(database, tmp_
     storage.meanwhile = need_the_others
     assert Retention(database, storage).sweep() == (0, 1)
     assert len(storage.list()) == 2 and set(storage.list()) == list_recorded_files(database)
-
-
-def test_file_is_due_for_others_while_it_is_being_removed_and_recorded_if_it_is_taken_all_the_same(database, tmp_path):
-    storage = SlowStorage(tmp_path / "results")
-    Retention(database, storage, AT_ONCE).reserve("inputs/a.png", "", 1)
-
-    def take(name):
-        with database.write() as session:
-            file = session.get(File, name)
-            assert 0 < file.delete_at < database.now(session) - 10 * HOUR
-            file.delete_at = None
-
-    storage.meanwhile = take
-    Retention(database, storage).sweep()
-    assert list_recorded_files(database) == {"inputs/a.png"}  # It may have been written again meanwhile.
 
 
 def test_sweep_removes_more_jobs_than_one_transaction_takes(database, storage, monkeypatch):

@@ -1,7 +1,6 @@
 """Room in the queue counts segments of the served model, on both databases."""
 
 import pytest
-from sqlalchemy import event
 
 from actors.jobs.errors import QueueFull, StoredTooMuch
 from actors.jobs.retention import Retention
@@ -46,32 +45,6 @@ def test_more_segments_than_may_ever_wait_are_the_request_s_fault(store, room):
         store.submit(chain(5), room=room)
     assert refused.value.field == "next_prompts"
     store.submit(chain(4), room=room)
-
-
-def test_room_and_turns_are_read_from_an_index(database, store):
-    statements = []
-    for number in range(20):
-        store.submit(chain(2, model="served", body_digest=str(number)))
-
-    def record(_connection, _cursor, statement, parameters, _context, _many):
-        if "coalesce" in statement and "in_progress" not in statement:
-            statements.append((statement, parameters))
-
-    event.listen(database._engine, "before_cursor_execute", record)
-    store.check_room("ann", None, Room(queue=50), "served")
-    store.list_turns("served")
-    event.remove(database._engine, "before_cursor_execute", record)
-    assert len(statements) == 2
-    with database.read() as session:
-        connection = session.connection()
-        if database.postgresql:  # A small table is read whole, whatever its indexes.
-            connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
-            connection.exec_driver_sql("SET LOCAL enable_bitmapscan = off")
-        for statement, parameters in statements:
-            explain = "EXPLAIN " if database.postgresql else "EXPLAIN QUERY PLAN "
-            plan = "\n".join(str(row) for row in connection.exec_driver_sql(explain + statement, parameters))
-            assert ("Index Only Scan" if database.postgresql else "COVERING INDEX") in plan, plan
-            assert "jobs_room" in plan, plan
 
 
 def test_files_of_a_key_count_until_they_are_removed_and_others_do_not_count(database, store, work, tmp_path):

@@ -1,7 +1,6 @@
 """What the database knows of fragments, on both databases."""
 
 import dataclasses
-import time
 
 import pytest
 from sqlalchemy import func, select, update
@@ -119,11 +118,3 @@ def test_job_that_others_wait_for_is_not_cancelled_with_the_request_that_made_it
     keyed = store.submit(Job(owner="ann", request={}, idempotency_key="a client's"))[0]
     share(database, keyed)
     assert store.get(keyed.id).idempotency_key == "a client's"
-
-
-def test_jobs_stay_watched_though_the_clock_was_set_back(store, database):
-    job = ask(store)
-    with database.write() as session:
-        session.execute(update(Job).where(Job.id == job.id).values(watched_at=time.time() + 120))
-    look_at_watched(database, {job.id: Watched(status="queued", attempts=0, fragments=None)})
-    assert store.get(job.id).watched_at <= time.time()

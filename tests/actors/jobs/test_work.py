@@ -4,13 +4,10 @@ import time
 
 import pytest
 from sqlalchemy import delete, event, select, update
-from sqlalchemy.engine import default
 
 from actors.jobs.database import Database
-from actors.jobs.ending import expire_files
 from actors.jobs.errors import LeaseLost
-from actors.jobs.retention import Retention
-from actors.jobs.tables import ApiKey, File, Job, _ProgressColumn
+from actors.jobs.tables import ApiKey, File, Job
 from actors.jobs.values import Progress
 from actors.jobs.work import WorkQueue
 from actors.reliability import ReliabilitySettings
@@ -39,31 +36,6 @@ def test_a_job_from_claim_to_completion(store, work):
     assert ended == store.get(job.id)
     assert (ended.status, ended.progress.percent, ended.stage_seconds["encoder"]) == ("completed", 100.0, 3.0)
     assert ended.results == {"video": "a/1/video.mp4", "thumbnail": "a/1/thumbnail.webp"}
-
-
-def test_progress_is_stored_in_the_keys_that_an_earlier_version_reads(store, work):
-    job = ask(store)
-    leased = work.claim("host-1")
-    leased.progress = progress = Progress(stage="denoise_high", step=3, steps=40, compiles=True)
-    work.renew_lease(leased)
-    assert store.get(job.id).progress == progress
-    stored = _ProgressColumn().process_bind_param(progress, default.DefaultDialect())
-    assert set(stored) == {"stage", "step", "steps", "percent", "eta_s"}  # of fe62a584
-
-
-def test_files_are_kept_though_a_worker_of_an_earlier_version_has_let_them_expire(store, database, work):
-    Retention(database, None).reserve("reference", "ann", 1)
-    store.submit(Job(owner="ann", request={"prompt": "a", "reference_files": ["reference"]}))
-    leased = work.claim("new")
-    work.announce(leased, dict.fromkeys(["segment", "end"], 1))
-    work.keep_segment(leased, 0, "segment", "end")
-    work.release(leased)
-    with database.write() as session:  # During an upgrade it claims the job, too, and gives it back.
-        expire_files(session, leased.id, time.time() + 3600)
-    assert store.count_jobs().files_pending_deletion == 3
-    again = work.claim("new")
-    assert (again.segments, again.inputs) == (["segment"], ["reference"])
-    assert store.count_jobs().files_pending_deletion == 0
 
 
 def test_only_what_was_announced_can_be_a_result(store, work):
@@ -211,16 +183,6 @@ def test_job_behind_a_requeued_one_passes_nobody(store, work):
     assert claim_all(work) == ["b0", "a10", "b1", "a11", "b2", "a12", "b3"]
 
 
-def test_new_jobs_pass_none_where_all_that_wait_came_back(store, work):
-    for i in range(13):
-        ask(store, "ann", f"a{i}")
-    for leased in [work.claim("w") for _ in range(13)][10:]:
-        work.release(leased)
-    for i in range(3):
-        ask(store, "bob", f"b{i}")
-    assert claim_all(work) == ["a10", "b0", "a11", "b1", "a12", "b2"]
-
-
 def test_a_job_is_made_by_the_model_that_it_was_accepted_for(store, work):
     for model in ("wan", "other", "wan"):
         store.submit(Job(owner="ann", request={"model": model}))
@@ -276,16 +238,6 @@ def test_turns_alternate_though_other_jobs_wait_that_nobody_may_claim(store, dat
     assert take_turns(work, 2) == ["a1", "c1"]
 
 
-def test_a_chain_takes_its_owner_s_turns_before_later_jobs_and_no_other_ones(store, work):
-    store.submit(Job(owner="ann", request=chain("a", 4), model="m"))
-    for index in range(3):
-        ask(store, "ann", f"later {index}", model="m")
-    for index in range(6):
-        ask(store, "bob", f"b{index}", model="m")
-    order = take_turns(work, 12)
-    assert order[::2] == ["a", "a", "a", "a", "later 0", "later 1"] and order[1::2] == [f"b{i}" for i in range(6)]
-
-
 def test_segments_left_are_counted_whoever_has_made_them(store, work):
     job, _ = store.submit(Job(owner="ann", request=chain("a", 3)))
     assert store.get(job.id).segments_left == 3
@@ -314,21 +266,6 @@ def test_nobody_gives_way_to_a_job_that_could_not_run(store, database, work):
     assert not make_segment(work, leased)
     ask(store, "ann", "more urgent", priority=1, model="m")
     assert make_segment(work, leased)
-
-
-def test_a_clock_that_is_set_forward_takes_no_job_from_a_worker_that_lives(store, database, monkeypatch):
-    job, late = ask(store), ask(store, "bob")
-    quick = ReliabilitySettings(renewal_s=0.1)
-    work, checker = WorkQueue(database, reliability=quick), WorkQueue(database, reliability=quick)
-    leased, _ = work.claim("alive"), work.claim("dead")
-    assert checker.requeue_lost() == []
-    now = Database.now
-    monkeypatch.setattr(Database, "now", lambda self, session: now(self, session) + 60)
-    assert checker.requeue_lost() == []
-    work.renew_lease(leased)
-    time.sleep(0.4)
-    assert checker.requeue_lost() == [late.id]
-    assert store.get(job.id).losses == 0
 
 
 def test_ends_of_segments_stay_when_their_job_gives_way_and_go_when_it_fails(store, database, work):
@@ -372,21 +309,7 @@ def test_what_is_not_stored_any_more_is_made_again(store, database, work):
         assert leased.last_segment is None
 
 
-def test_motion_goes_on_from_the_end_before_a_segment_that_is_not_stored_any_more(store, database, work):
-    store.submit(Job(owner="ann", request=chain("a", 3)))
-    leased = work.claim("w")
-    for index in range(2):
-        names = segment, end = f"segment-{index + 1}", f"end-{index + 1}"
-        work.announce(leased, dict.fromkeys(names, 1))
-        work.keep_segment(leased, index, segment, end, results={end: end})
-    work.release(leased)
-    with database.write() as session:
-        session.execute(delete(File).where(File.name == "segment-2"))
-    leased = work.claim("w")
-    assert (leased.segments, leased.segments_end, leased.segments_left) == (["segment-1"], "end-1", 2)
-
-
-@pytest.mark.parametrize(("gone", "kept"), [("end-2", 1), ("end-1", 2)])
+@pytest.mark.parametrize(("gone", "kept"), [("end-2", 1), ("end-1", 2), ("segment-2", 1)])
 def test_segment_whose_end_is_not_stored_any_more_is_made_again_if_motion_goes_on_from_it(
     gone, kept, store, database, work
 ):
