@@ -8,10 +8,8 @@ import pytest
 import torch
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplePipeline, LTX2LatentUpsamplerModel
 from PIL import Image
-from safetensors.torch import save_file
 
 from tests.conftest import PHOTO
-from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families import published_spec
 from wan_tpu.families.ltx2.published import DISTILLED_SIGMAS, SECOND_STAGE_SIGMAS
@@ -19,7 +17,6 @@ from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.media.image import load_image
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
-from wan_tpu.runtime import runtime as runtimes
 
 LATENT_TOLERANCE, PIXEL_TOLERANCE, SOUND_TOLERANCE = 1e-4, 2e-3, 2e-3
 # Tests of one model share its programs.
@@ -181,23 +178,6 @@ def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("preset", [None, "diffusers"])
-@pytest.mark.parametrize(("kind", "stop"), [("ltx-2.3-distilled", 8), ("ltx-2.3", 1), ("ltx-2.3-distilled", 9)])
-def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
-    pipe = pipelines(kind)
-    steps = {} if kind.endswith("distilled") else {"steps": 3}
-    fields = SIZE | steps | {"preset": preset}
-    plan = pipe.plan(GenerationRequest(prompt="A cat", image=load_image(PHOTO), **fields))
-    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
-    whole = pipe.denoise(plan, conditioning, start)
-    content = dump_value(pipe.denoise(plan, conditioning, start, stop=stop))
-    state, _ = parse_value(DenoiseState, content, "a snapshot")
-    assert state.step == stop
-    resumed = pipe.denoise(plan, conditioning, state)
-    assert np.array_equal(whole.latents, resumed.latents) and np.array_equal(whole.audio, resumed.audio)
-
-
-@pytest.mark.thorough
 def test_bfloat16_stays_within_its_bound(pipelines):
     """The bound of tests/wan_tpu/test_parity.py, with the sum of all scales that push in place of 2 g - 1."""
     blocks, states = 3, {}
@@ -220,36 +200,6 @@ def test_sound_can_be_left_out(pipelines):
     )
     assert with_sound.audio is not None and without.audio is None
     assert np.array_equal(with_sound.pixels, without.pixels)
-
-
-@pytest.mark.thorough
-def test_second_stage_with_adapters_reads_the_transformer_once(folders, tmp_path, monkeypatch):
-    """On the command line weights aren't kept: adapters are merged in place, and both stages use what was merged."""
-    weights = {
-        f"transformer_blocks.0.attn1.to_q.lora_{name}.weight": torch.randn(shape) * 0.1
-        for name, shape in (("A", (2, 64)), ("B", (64, 2)))
-    }
-    save_file({f"transformer.{name}": value for name, value in weights.items()}, tmp_path / "adapter.safetensors")
-    request = {"prompt": "A cat", "height": 64, "width": 128, "frames": 9, "seed": 5}
-    adapters = {"loras": [str(tmp_path / "adapter.safetensors")]}
-    pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1))
-    expected = pipe.generate(GenerationRequest(**request, **adapters))
-    plain = pipe.generate(GenerationRequest(**request))
-    assert np.abs(expected.pixels - plain.pixels).max() > 1e-3
-
-    pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1), keep_weights=False)
-    reads = []
-    load = runtimes.load_component
-
-    def note(checkpoint, component, *arguments):
-        reads.append(component.folder)
-        return load(checkpoint, component, *arguments)
-
-    monkeypatch.setattr(runtimes, "load_component", note)
-    assert np.array_equal(pipe.generate(GenerationRequest(**request, **adapters)).pixels, expected.pixels)
-    assert reads.count("transformer") == 1
-    assert not pipe.runtime._components  # Nothing is left on the devices.
-    assert np.array_equal(pipe.generate(GenerationRequest(**request)).pixels, plain.pixels)
 
 
 @pytest.mark.thorough

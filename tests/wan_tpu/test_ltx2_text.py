@@ -1,24 +1,23 @@
 """The texts of LTX-2 for video and sound, against transformers' Gemma and diffusers' connectors."""
 
 import dataclasses
-import functools
 import shutil
 
 import diffusers
+import jax
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.children import run_on_devices
-from tests.wan_tpu import ltx2_text_worker
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.errors import CheckpointError
 from wan_tpu.families.ltx2 import connectors, gemma, text
 from wan_tpu.families.ltx2.config import read_config
 from wan_tpu.families.ltx2.published import PUBLISHED
 from wan_tpu.families.ltx2.small import make_checkpoint
-from wan_tpu.runtime.components import load_component
+from wan_tpu.families.shared.tokenizing import Tokenizer
+from wan_tpu.runtime.components import Loaded, load_component
 from wan_tpu.runtime.mesh import make_mesh
 
 TOLERANCE = 1e-4  # Relative, root mean square.
@@ -30,16 +29,9 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A function that returns a small checkpoint of a kind; only that of LTX-2.0 has interleaved connectors."""
-
-    @functools.cache
-    def make(kind):
-        connectors = {"rope_type": "interleaved"} if kind == "ltx-2" else {}
-        parts = {"connectors": connectors, "text_encoder": {"sliding_window": 8}}
-        return make_checkpoint(tmp_path_factory.mktemp("ltx2") / kind, kind, **parts)
-
-    return make
+def folder(tmp_path_factory):
+    parts = {"connectors": {"rope_type": "interleaved"}, "text_encoder": {"sliding_window": 8}}
+    return make_checkpoint(tmp_path_factory.mktemp("ltx2") / "checkpoint", "ltx-2", **parts)
 
 
 def distance(ours, theirs):
@@ -48,39 +40,36 @@ def distance(ours, theirs):
 
 
 @torch.no_grad()
-def test_interleaved_connectors_make_the_texts_of_diffusers(folders):
+def test_interleaved_connectors_make_the_texts_of_diffusers(folder):
     """Whole runs against diffusers have the others."""
-    pipeline = diffusers.LTX2Pipeline.from_pretrained(folders("ltx-2"))
-    tokenizer = ltx2_text_worker.open_tokenizer(folders("ltx-2"))
-    encode, program = ltx2_text_worker.open_encoder(folders("ltx-2"), make_mesh((1, 1, 1), heads=4))
+    pipeline = diffusers.LTX2Pipeline.from_pretrained(folder)
+    config, mesh = read_config(Checkpoint(folder)), make_mesh((1, 1, 1), heads=4)
+    tokenizer = Tokenizer(folder / "tokenizer", config.text_encoder["vocab_size"])
+    parts = [
+        load_component(Checkpoint(folder), component, "float32", mesh)
+        for component in (gemma.text_encoder(config.text_encoder), connectors.connectors(config))
+    ]
+
+    @jax.jit
+    def encode(params, ids, mask):
+        return text.encode_prompt(*(Loaded(part.module, p) for part, p in zip(parts, params, strict=True)), ids, mask)
+
     for name, prompt in PROMPTS.items():
         ids, mask, cuts = text.tokenize_prompt(tokenizer, prompt)
         states, expected_mask, _, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False)
         video, audio, _ = pipeline.connectors(states, expected_mask, padding_side=pipeline.tokenizer.padding_side)
         assert np.array_equal(mask, expected_mask.numpy())
         assert ["and the" in cut.end for cut in cuts] == [True] * (name == "too long")
-        texts, count = encode(ids, mask), max(1, mask.sum())
+        texts, count = encode([part.params for part in parts], ids, mask), max(1, mask.sum())
         for stream, expected in (("text", video.numpy()), ("audio_text", audio.numpy())):
             assert distance(texts[stream], expected) <= TOLERANCE
             # Registers outnumber the prompt's tokens, which come first; those must be right by themselves.
             assert distance(texts[stream][:, :count], expected[:, :count]) <= TOLERANCE
-    assert program._cache_size() == 1  # One program serves all prompts.
-
-
-@pytest.mark.thorough
-@pytest.mark.meshes
-@pytest.mark.parametrize("kind", ["ltx-2.3", "ltx-2.5"])
-def test_several_devices_make_the_texts_of_one(kind, folders, tmp_path):
-    run_on_devices("tests.wan_tpu.ltx2_text_worker", folders(kind), PROMPTS["words"], tmp_path / "out.npz", count=8)
-    texts = np.load(tmp_path / "out.npz")
-    assert len(texts.files) == 6
-    for name in texts.files:
-        assert distance(texts[name], texts[f"{name.split()[0]} 1x1x1"]) <= TOLERANCE, name
+    assert encode._cache_size() == 1  # One program serves all prompts.
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.", ""])
-def test_weights_are_read_under_their_names_in_other_versions_of_transformers(prefix, folders, tmp_path):
-    folder = folders("ltx-2")
+def test_weights_are_read_under_their_names_in_other_versions_of_transformers(prefix, folder, tmp_path):
     config, mesh = read_config(Checkpoint(folder)), make_mesh((1, 1, 1), heads=4)
     published = load_file(folder / "text_encoder" / "model.safetensors")
     marker = next(name for name in published if name.endswith("embed_tokens.weight")).removesuffix(
