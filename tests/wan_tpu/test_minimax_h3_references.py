@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from wan_tpu.families.shared.tokens import patchify
 from wan_tpu.reference import Reference, restore_references
 from wan_tpu.request import ResolvedRequest
 from wan_tpu.runtime.mesh import make_mesh
-from wan_tpu.stage_machine import Decode, DecodeSound, Step
 
 SIZE = {"height": 64, "width": 96, "frames": 107}
 STEPS, SEED = 2, 7
@@ -69,30 +67,22 @@ def files(tmp_path_factory):
     ],
     ids=["video with sound, image", "sound, image, video, image", "sound, videos"],
 )
-def test_same_rows_latents_pixels_and_sound_as_diffusers(names, files, pipe, theirs):
+def test_same_rows_and_latents_as_diffusers(names, files, pipe, theirs):
     request = GenerationRequest(
         prompt="Picture 1 sings.", steps=STEPS, seed=SEED, references=[files[name] for name in names], **SIZE
     )
     inputs = {"prompt": request.prompt, "num_frames": 107, "height": 64, "width": 96}
     state = theirs.run(steps=STEPS, seed=SEED, references=request.references, **inputs)
-    plan, results = pipe.plan(request), defaultdict(list)
-    run = pipe.make_executor(plan)
-    for operation, result in run.work():
-        if isinstance(operation, Step) and not results[Step]:
-            check_text(run.conditioning.prompt, state)
-            check_rows(pipe, plan, run.conditioning, state)
-        results[type(operation)].append(result)
-    states = [event.state for event in results[Step]]
-    pixels = np.concatenate([pipe.runtime.model.pixels(np.asarray(shown)) for shown, *_ in results[Decode]])
-    [(sound, _)] = results[DecodeSound]
+    plan, states = pipe.plan(request), []
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    pipe.denoise(plan, conditioning, start, on_step=lambda event: states.append(event.state))
+    check_text(conditioning.prompt, state)
+    check_rows(pipe, plan, conditioning, state)
     conditions = state.get("num_condition_video_rows"), state.get("num_condition_audio_rows")
     assert all(conditions[: 1 + any("sound" in name or name == "video" for name in names)])
     for ours, rows, audio in zip(states, theirs.steps["video"], theirs.steps["sound"], strict=True):
         assert relative(patchify(np.asarray(ours.latents), (1, 2, 2)), rows) < 1e-4
         assert relative(np.asarray(ours.audio)[0], audio) < 1e-4
-    assert pixels.std() > 0.02 and sound.std() > 1e-3
-    assert np.abs(pixels - np.asarray(state.get("videos"))[0]).max() < 2e-3
-    assert relative(sound, state.get("audio")[0].numpy()) < 2e-3
 
 
 @pytest.mark.thorough
@@ -117,8 +107,9 @@ def test_few_steps_are_those_of_diffusers_with_the_adapter(files, pipe, theirs, 
         finally:
             transformer.load_state_dict(state)
         (states if adapted else plain).extend(theirs.steps["video"])
-    ours = []
-    pipe.generate(request, on_step=lambda event: ours.append(patchify(np.asarray(event.latents), (1, 2, 2))))
+    ours, plan = [], pipe.plan(request)
+    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
+    pipe.denoise(plan, conditioning, start, on_step=lambda e: ours.append(patchify(np.asarray(e.latents), (1, 2, 2))))
     assert len(ours) == len(states) == 4
     for actual, expected in zip(ours, states, strict=True):
         assert relative(actual, expected) < 1e-4
