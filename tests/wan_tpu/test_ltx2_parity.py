@@ -83,13 +83,13 @@ def assert_close(ours, theirs, tolerance):
 def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, folders, pipelines):
     prompt, negative = PROMPTS[prompts]
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
-    steps = {"sigmas": DISTILLED_SIGMAS} if kind.endswith("distilled") else {"steps": 3}
+    steps = {"sigmas": DISTILLED_SIGMAS} if kind.endswith("distilled") else {"steps": 2}
     request = GenerationRequest(prompt=prompt, negative_prompt=negative, image=image, **SIZE, **steps)
     states = []
     video = pipe.generate(request, on_step=lambda event: states.append(event.state))
 
     theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
-    options = {"num_inference_steps": 3, "guidance_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
+    options = {"num_inference_steps": 2, "guidance_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
     if kind.endswith("distilled"):
         options = OFF | {"sigmas": list(DISTILLED_SIGMAS)}
     if has_image:

@@ -94,7 +94,7 @@ def test_the_number_of_tokens_may_be_an_argument(interpret):
     q, k, v, *_ = draw_inputs(900, 2, 128, jnp.float32)
     layer = SparseLinear(1 - 0.85, shortest=500)
     options = {"heads": 2, "width": 128, "platform": "cpu", "interpret": interpret}
-    for tokens in (500, 833, 900):
+    for tokens in (500, 833):
         padded = [np.where(np.arange(900)[:, None] < tokens, x, np.nan) for x in (q * query_scale(128), k, v)]
         arrays = [x.astype(np.float32) for x in padded]
         got = ATTENTION(*arrays, layer, kv_len=jnp.int32(tokens), **options)
