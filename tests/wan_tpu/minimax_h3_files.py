@@ -1,10 +1,9 @@
 """What the configuration files of MiniMaxAI/MiniMax-H3 on the Hugging Face hub say, as in `published_files`.
 
 Written down from a public copy, github.com/wmd-1/MiniMax-H3 at b83a5766; `text_encoder/config.json` is that of
-Qwen/Qwen3-VL-32B-Instruct. Each file has the SHA-256 sum that public programs know it by (`SUMS`).
+Qwen/Qwen3-VL-32B-Instruct.
 """
 
-import json
 from typing import Any
 
 from tests.wan_tpu.published_files import Config
@@ -132,21 +131,3 @@ FILES: dict[str, Config] = {
     "scheduler/scheduler_config.json": _diffusers("MiniMaxH3Scheduler", {"shift": 12.0}),
     "audio_scheduler/scheduler_config.json": _diffusers("MiniMaxH3Scheduler", {"shift": 3.0}),
 }
-# The first digits of the sum of each file, and how it ends.
-SUMS = {
-    "model_index.json": ("5a587fe13b23", "\n"),
-    "modular_model_index.json": ("a2b6a210e482", ""),
-    "transformer/config.json": ("74c11bff5243", ""),
-    "transformer_ref/config.json": ("74c11bff5243", ""),
-    "text_encoder/config.json": ("d2dd0c60d01b", "\n"),
-    "processor/preprocessor_config.json": ("27225450ac9c", ""),
-    "vae/config.json": ("78f67deec3d6", ""),
-    "audio_vae/config.json": ("9a3c645ff892", ""),
-    "scheduler/scheduler_config.json": ("8fa6c3aa70dc", ""),
-    "audio_scheduler/scheduler_config.json": ("804780f71334", ""),
-}
-
-
-def publish(name: str) -> str:
-    """Return the text of a published file."""
-    return json.dumps(FILES[name], indent=4 if name.startswith("processor/") else 2) + SUMS[name][1]

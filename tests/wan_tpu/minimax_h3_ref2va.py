@@ -54,10 +54,10 @@ class VideoProcessor:
 
 
 class ReferencePipeline(Reference):
-    """The pipeline with the transformer for references."""
+    """The pipeline with the transformer for references, up to the last latents: others compare what is decoded."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, decodes=False)
         transformer = diffusers.MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer_ref")
         processor = ProcessorOfVideos(folder / "processor", self.pipeline.text_encoder.config)
         index = json.loads((folder / "modular_model_index.json").read_text())
@@ -71,7 +71,6 @@ class ReferencePipeline(Reference):
         return self.pipeline(
             num_inference_steps=steps + 1,
             generator=torch.Generator().manual_seed(seed),
-            output_type="np",
             references=[to_theirs(reference) for reference in references],
             **inputs,
         )

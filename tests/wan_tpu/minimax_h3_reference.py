@@ -50,8 +50,11 @@ class Reference:
         steps: After a call, the latents of video and sound after each step, as rows of its sequence.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.pipeline, self.steps = SmallPipeline(MiniMaxH3Blocks()), {"video": [], "sound": []}
+    def __init__(self, folder: Path, *, decodes: bool = True) -> None:
+        blocks = MiniMaxH3Blocks()
+        if not decodes:
+            del blocks.sub_blocks["decode"]
+        self.pipeline, self.steps = SmallPipeline(blocks), {"video": [], "sound": []}
         encoder = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder / "text_encoder")
         parts = {
             "transformer": diffusers.MiniMaxH3Transformer3DModel.from_pretrained(folder / "transformer"),

@@ -1,7 +1,7 @@
 """Computes MiniMax-H3's predictions. test_minimax_h3_transformer.py runs it on eight devices.
 
-Arguments: the folders of a checkpoint and of one with gates, the npz of inputs, and where to write the predictions of
-one device and of all, with the lists of blocks of sparse attention.
+Arguments: the folders of a checkpoint and of one with gates, the npz of inputs, and where to write the predictions
+and the lists of blocks of sparse attention.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tests.wan_tpu.meshes import fit_meshes
+from tests.wan_tpu.meshes import fit_mesh
 from wan_tpu.checkpoint import Checkpoint
 from wan_tpu.families.minimax_h3 import components, context, positions, transformer
 from wan_tpu.families.minimax_h3.config import read_config
@@ -101,14 +101,14 @@ class Predictor:
     def _arguments(self, inputs):
         video = patchify(inputs["video"], self._patch)
         _, _, frames, height, width = inputs["video"].shape
-        keyframes = patchify(inputs["keyframes"], self._patch) if "keyframes" in inputs else None
+        keyframes = patchify(inputs["keyframes"], self._patch)
         text, sound, vision = inputs["text"], inputs["sound"], int(inputs["vision"])
         count, order = int(inputs["count"]), inputs["positions"]
         anchors = [str(anchor) for anchor in inputs["anchors"]]
         places = positions.place_rows((frames, height, width), self._patch[1:], len(sound), len(text), count, anchors)
         layout = positions.Layout(
             text=len(text),
-            keyframes=0 if keyframes is None else len(keyframes),
+            keyframes=len(keyframes),
             sound=len(sound),
             video=len(video),
             pictures=len(anchors),
@@ -135,15 +135,12 @@ class Predictor:
 if __name__ == "__main__":
     folder, gated, file, out = map(Path, sys.argv[1:])
     inputs, predictions = dict(np.load(file)), {}
-    for shape in fit_meshes((1, 1, 1), (1, 1, 8), (2, 2, 2)):
-        for precision in ("float32", "int8") if shape != (1, 1, 8) else ("float32",):
-            for kind, sparse in KINDS.items() if precision == "float32" else ((precision, None),):
-                checkpoint = gated if kind == "tiles" else folder
-                lists, mesh = Lists(), "x".join(map(str, shape))
-                with lists.record():
-                    parts = Predictor(checkpoint, make_mesh(shape, heads=8), precision, sparse).predict(inputs)
-                for name, part in zip(("video", "sound"), parts, strict=True):
-                    predictions[f"{kind} {mesh} {name}"] = part
-                if kind == "sparse":
-                    predictions[f"lists {mesh}"] = lists.table
+    mesh = make_mesh(fit_mesh((2, 2, 2)), heads=8)
+    for kind, sparse in (KINDS | {"int8": None}).items():
+        precision, lists = "int8" if kind == "int8" else "float32", Lists()
+        with lists.record():
+            parts = Predictor(gated if kind == "tiles" else folder, mesh, precision, sparse).predict(inputs)
+        predictions |= {f"{kind} {name}": part for name, part in zip(("video", "sound"), parts, strict=True)}
+        if kind == "sparse":
+            predictions["lists"] = lists.table
     np.savez(out, **predictions)

@@ -38,7 +38,7 @@ def requests(tmp_path_factory):
     short = Video(pixels[:SHORT_FRAMES], 24.0).save(folder / "short.mp4")
     image = Image.fromarray((pixels[0] * 255).astype(np.uint8))
     return {
-        "text": dataclasses.replace(REQUEST, frames=99),
+        "text": REQUEST,
         "image": dataclasses.replace(REQUEST, image=image),
         "video": dataclasses.replace(REQUEST, video=source),
         "short video": dataclasses.replace(REQUEST, video=short),
@@ -99,7 +99,7 @@ def check_same(pipe, results, reference):
 )
 def test_latents_and_pixels_of_each_chunk_are_those_of_diffusers(name, requests, run, checkpoint, pipeline):
     plan, _, results = run(name)
-    assert plan.chunk_stops == (12, 18, 24)[: plan.request.frames // 33]
+    assert plan.chunk_stops == (12, 18)
     theirs = run_theirs(PyramidPipeline.from_pretrained(checkpoint(KIND)), requests[name], **DISTILLED)
     check_same(pipeline(KIND), results, theirs)
 
@@ -128,13 +128,14 @@ def test_a_guided_model_makes_what_diffusers_makes(kind, name, frames, requests,
     check_same(pipe, list(pipe.make_executor(pipe.plan(request)).work()), reference)
 
 
+@pytest.mark.thorough
 def test_operations_of_a_step_and_of_the_decoder_are_counted(pipeline, requests):
     model = pipeline(KIND).runtime.model
     planned = {name: pipeline(KIND).plan(requests[name]).request for name in ("text", "image", "video")}
     request = planned["text"]
     chunk, video = model.spec.latent_shape(request), model.spec.decoded_shape(request)
     assert model.flops.step(chunk, branches=2) == 2 * model.flops.step(chunk, branches=1) > 0
-    assert model.flops.decoder(video) == 3 * model.flops.decoder(chunk) > 0
+    assert model.flops.decoder(video) == 2 * model.flops.decoder(chunk) > 0
     of_text, of_image, of_video = (model.flops.encoder(each, prompts=1) for each in planned.values())
     assert of_video - of_text == 3 * (of_image - of_text) > 0
 
@@ -169,9 +170,9 @@ def test_videos_that_cant_be_continued_are_refused(requests, run, pipeline, tmp_
     short = Video(np.zeros((32, 16, 16, 3), np.float32), 24.0).save(tmp_path / "short.mp4")
     with pytest.raises(InvalidRequest, match=r"\b32 frames.*\b33\b"):
         pipe.generate(dataclasses.replace(REQUEST, video=short))
-    plan, conditioning, _ = run("image")
+    _, conditioning, _ = run("text")
     with pytest.raises(InvalidInput, match="encoder"):
-        pipe.initial_state(plan, conditioning=dataclasses.replace(conditioning, generator=None))
+        pipe.initial_state(pipe.plan(requests["image"]), conditioning=conditioning)
 
 
 def test_a_video_is_extended_by_its_motion_unless_it_is_too_short(requests, pipeline, tmp_path):

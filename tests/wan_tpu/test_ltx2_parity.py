@@ -8,10 +8,8 @@ import pytest
 import torch
 from diffusers.pipelines.ltx2 import LTX2LatentUpsamplePipeline, LTX2LatentUpsamplerModel
 from PIL import Image
-from safetensors.torch import save_file
 
 from tests.conftest import PHOTO
-from wan_tpu.data import DenoiseState, dump_value, parse_value
 from wan_tpu.errors import InvalidInput, InvalidRequest
 from wan_tpu.families import published_spec
 from wan_tpu.families.ltx2.published import DISTILLED_SIGMAS, SECOND_STAGE_SIGMAS
@@ -19,7 +17,6 @@ from wan_tpu.families.ltx2.small import make_checkpoint
 from wan_tpu.media.image import load_image
 from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
-from wan_tpu.runtime import runtime as runtimes
 
 LATENT_TOLERANCE, PIXEL_TOLERANCE, SOUND_TOLERANCE = 1e-4, 2e-3, 2e-3
 # Tests of one model share its programs.
@@ -86,13 +83,13 @@ def assert_close(ours, theirs, tolerance):
 def test_same_latents_pixels_and_sound_as_diffusers(kind, prompts, has_image, folders, pipelines):
     prompt, negative = PROMPTS[prompts]
     pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
-    steps = {"sigmas": DISTILLED_SIGMAS} if kind.endswith("distilled") else {"steps": 3}
+    steps = {"sigmas": DISTILLED_SIGMAS} if kind.endswith("distilled") else {"steps": 2}
     request = GenerationRequest(prompt=prompt, negative_prompt=negative, image=image, **SIZE, **steps)
     states = []
     video = pipe.generate(request, on_step=lambda event: states.append(event.state))
 
     theirs = diffusers.LTX2Pipeline.from_pretrained(folders(kind))
-    options = {"num_inference_steps": 3, "guidance_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
+    options = {"num_inference_steps": 2, "guidance_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
     if kind.endswith("distilled"):
         options = OFF | {"sigmas": list(DISTILLED_SIGMAS)}
     if has_image:
@@ -163,10 +160,10 @@ def test_second_stage_at_twice_the_size_is_that_of_diffusers(has_image, folders,
     assert_close(video.audio, audio[0].numpy(), SOUND_TOLERANCE)
 
 
-@pytest.mark.parametrize("has_image", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(has_image, folders, pipelines):
+@pytest.mark.thorough
+def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(folders, pipelines):
     kind = "ltx-2.3-distilled"
-    pipe, image = pipelines(kind), load_image(PHOTO) if has_image else None
+    pipe, image = pipelines(kind), load_image(PHOTO)
     plan = pipe.plan(GenerationRequest(prompt="A cat", image=image, **SIZE))
     conditioning, drawn = pipe.encode(plan), pipe.initial_state(plan)
     noise = np.random.default_rng(7).standard_normal(drawn.latents.shape).astype(np.float32)
@@ -174,28 +171,10 @@ def test_noise_of_ones_own_leaves_the_sound_and_the_second_stage_what_they_were(
     last = pipe.denoise(plan, conditioning, first)
 
     latents = torch.from_numpy(noise)
-    if has_image:
-        latents[:, :, :1] = torch.from_numpy(np.array(conditioning.image_latents))
+    latents[:, :, :1] = torch.from_numpy(np.array(conditioning.image_latents))
     *_, seen = run_both_stages(folders(kind), image, "latent", latents)
     assert_close(as_tokens(last.latents), seen[-1][0], LATENT_TOLERANCE)
     assert_close(last.audio, seen[-1][1], LATENT_TOLERANCE)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("preset", [None, "diffusers"])
-@pytest.mark.parametrize(("kind", "stop"), [("ltx-2.3-distilled", 8), ("ltx-2.3", 1), ("ltx-2.3-distilled", 9)])
-def test_a_run_goes_on_from_a_state_bit_for_bit(kind, stop, preset, pipelines):
-    pipe = pipelines(kind)
-    steps = {} if kind.endswith("distilled") else {"steps": 3}
-    fields = SIZE | steps | {"preset": preset}
-    plan = pipe.plan(GenerationRequest(prompt="A cat", image=load_image(PHOTO), **fields))
-    conditioning, start = pipe.encode(plan), pipe.initial_state(plan)
-    whole = pipe.denoise(plan, conditioning, start)
-    content = dump_value(pipe.denoise(plan, conditioning, start, stop=stop))
-    state, _ = parse_value(DenoiseState, content, "a snapshot")
-    assert state.step == stop
-    resumed = pipe.denoise(plan, conditioning, state)
-    assert np.array_equal(whole.latents, resumed.latents) and np.array_equal(whole.audio, resumed.audio)
 
 
 @pytest.mark.thorough
@@ -224,36 +203,6 @@ def test_sound_can_be_left_out(pipelines):
 
 
 @pytest.mark.thorough
-def test_second_stage_with_adapters_reads_the_transformer_once(folders, tmp_path, monkeypatch):
-    """On the command line weights aren't kept: adapters are merged in place, and both stages use what was merged."""
-    weights = {
-        f"transformer_blocks.0.attn1.to_q.lora_{name}.weight": torch.randn(shape) * 0.1
-        for name, shape in (("A", (2, 64)), ("B", (64, 2)))
-    }
-    save_file({f"transformer.{name}": value for name, value in weights.items()}, tmp_path / "adapter.safetensors")
-    request = {"prompt": "A cat", "height": 64, "width": 128, "frames": 9, "seed": 5}
-    adapters = {"loras": [str(tmp_path / "adapter.safetensors")]}
-    pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1))
-    expected = pipe.generate(GenerationRequest(**request, **adapters))
-    plain = pipe.generate(GenerationRequest(**request))
-    assert np.abs(expected.pixels - plain.pixels).max() > 1e-3
-
-    pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1), keep_weights=False)
-    reads = []
-    load = runtimes.load_component
-
-    def note(checkpoint, component, *arguments):
-        reads.append(component.folder)
-        return load(checkpoint, component, *arguments)
-
-    monkeypatch.setattr(runtimes, "load_component", note)
-    assert np.array_equal(pipe.generate(GenerationRequest(**request, **adapters)).pixels, expected.pixels)
-    assert reads.count("transformer") == 1
-    assert not pipe.runtime._components  # Nothing is left on the devices.
-    assert np.array_equal(pipe.generate(GenerationRequest(**request)).pixels, plain.pixels)
-
-
-@pytest.mark.thorough
 def test_an_error_within_a_stage_frees_its_weights(folders):
     pipe = load_pipeline(folders("ltx-2.3-distilled"), "float32", mesh=(1, 1, 1), keep_weights=False)
 
@@ -266,17 +215,17 @@ def test_an_error_within_a_stage_frees_its_weights(folders):
     assert not pipe.runtime._components
 
 
-@pytest.mark.parametrize(("preset", "first", "then"), [("diffusers", 11, 8), (None, 8, 11)])
-def test_image_of_another_number_of_stages_is_refused(preset, first, then, pipelines):
+def test_image_of_another_number_of_stages_is_refused(pipelines):
     pipe = pipelines("ltx-2.3-distilled")
-    request = {"prompt": "A cat", "image": load_image(PHOTO)} | SIZE | {"preset": preset}
-    conditioning = pipe.encode(pipe.plan(GenerationRequest(**request, steps=first)))
-    plan = pipe.plan(GenerationRequest(**request, steps=then))
+    plans = [
+        pipe.plan(GenerationRequest(prompt="A cat", image=load_image(PHOTO), **SIZE, steps=steps)) for steps in (11, 8)
+    ]
+    conditioning = pipe.encode(plans[0])
     with pytest.raises(InvalidInput, match="encoder"):
-        pipe.denoise(plan, conditioning, pipe.initial_state(plan))
+        pipe.denoise(plans[1], conditioning, pipe.initial_state(plans[1]))
 
 
-@pytest.mark.parametrize("size", [(64, 1), (20_000, 64), (1, 20_000)])
+@pytest.mark.parametrize("size", [(64, 1), (20_000, 64)])
 def test_image_of_any_shape_makes_a_video(size, pipelines):
     """diffusers compresses neither an image of a single row nor one that is larger than H.264 allows."""
     pipe = pipelines("ltx-2.3-distilled")

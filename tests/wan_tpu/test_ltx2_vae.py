@@ -95,13 +95,6 @@ def test_rows_that_do_not_fill_a_tile_change_nothing(theirs, their_upsampler, fo
     assert_close(make_upsample(folder, mesh)(latents), double(their_upsampler, theirs, latents))
 
 
-def test_pixels_in_bfloat16_are_near_those_in_float32(theirs, folder, mesh):
-    latents = random(1, 16, 2, HEIGHT, WIDTH)
-    expected = decode(theirs, latents)
-    difference = make_decode(folder, mesh, "bfloat16")(latents) - expected
-    assert 1e-4 * expected.std() < np.sqrt(np.square(difference).mean()) <= 0.03 * expected.std()
-
-
 def test_latents_are_rounded_to_bfloat16_after_they_are_denormalised(theirs, folder, mesh):
     """As diffusers' pipeline does. Before that, 64 would leave their 8 bits no fraction."""
     latents, decode_moved = random(1, 16, 1, HEIGHT, WIDTH), make_decode(folder, mesh, "bfloat16")
@@ -112,9 +105,9 @@ def test_latents_are_rounded_to_bfloat16_after_they_are_denormalised(theirs, fol
 
 @pytest.mark.meshes
 @pytest.mark.thorough
-@pytest.mark.parametrize(("width", "mesh"), [(5, (2, 2, 2)), *((width, (1, 2, 1)) for width in (5, 4, 3))])
+@pytest.mark.parametrize(("width", "mesh"), [(5, (2, 2, 2)), (3, (1, 2, 1))])
 def test_several_devices_give_what_diffusers_does(width, mesh, theirs, their_upsampler, folder, tmp_path):
-    """A column on five of eight devices and none on three; two devices with 3 and 2, 2 and 1, and 2 columns each."""
+    """A column on five of eight devices and none on three; two devices with 2 columns and 1."""
     latents, pixels = random(1, 16, 2, HEIGHT, width), random(1, 3, 9, 32 * HEIGHT, 32 * width)
     file, out = tmp_path / "inputs.npz", tmp_path / "outputs.npz"
     np.savez(file, latents=latents, pixels=pixels)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import hashlib
 import json
 
 import numpy as np
@@ -12,8 +11,7 @@ import transformers
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
 from PIL import Image
 
-from tests.wan_tpu import minimax_h3_files
-from tests.wan_tpu.minimax_h3_files import FILES, INDEX, SUMS
+from tests.wan_tpu.minimax_h3_files import FILES, INDEX
 from tests.wan_tpu.published_files import write
 from wan_tpu import CheckpointError, Conditioning, GenerationRequest, InvalidRequest
 from wan_tpu.checkpoint import Checkpoint
@@ -43,12 +41,6 @@ def folder(tmp_path):
         return write(tmp_path / "model", files)
 
     return write_files
-
-
-def test_files_are_written_down_as_published():
-    assert set(SUMS) == set(FILES)
-    for name, (digest, _) in SUMS.items():
-        assert hashlib.sha256(minimax_h3_files.publish(name).encode()).hexdigest().startswith(digest), name
 
 
 # ---- The index of a modular pipeline.
@@ -121,15 +113,12 @@ def test_keys_that_qwen_s_file_lacks_have_the_class_s_defaults(kind, ours, publi
         ({"transformer/config.json": {"num_layers": "50"}}, "num_layers '50' in transformer/config.json"),
         ({"transformer/config.json": {"rope_freq_dim": 24}}, "rope_freq_dim 24; with .* 128 it must be at most 21"),
         ({"vae/config.json": {"clip_length": 33}}, "vae clip_length 33; supported: 17"),
-        ({"vae/config.json": {"spatial_padding_mode": "zeros"}}, "padding_mode 'zeros'; supported: 'reflect'"),
         ({"vae/config.json": {"spatial_downsample_factors": [2, 2, 2, 1, 1, 1]}}, "8 in all; supported: 16"),
         ({"vae/config.json": {"latents_mean": [0.5]}}, "vae latents_mean of 1 numbers; with latent_channels 24"),
         ({"vae/config.json": {"latent_channels": 8, "latents_mean": [0.0] * 8, "latents_std": [1.0] * 8}},
          "the transformer has in_channels 24, but its counterpart has 8"),
         ({"audio_vae/config.json": {"sampling_rate": 44100}}, "800 samples a latent; .* 44100 it must be 1102.5"),
-        ({"audio_vae/config.json": {"latents_std": [1.0]}}, "audio_vae latents_std of 1 numbers; with .* 32"),
         ({"text_encoder/config.json": {"text_config": ...}}, "has no text_config, which Qwen3-VL's has"),
-        ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 4096}}}, "size 4096 .* it must be 5120"),
         ({"text_encoder/config.json": {"vision_config": {"out_hidden_size": 5120, "patch_size": 14}}}, "patch_size 14"),
     ],
 )  # fmt: skip
@@ -147,7 +136,6 @@ def test_checkpoint_that_would_be_computed_otherwise_is_refused(changed, message
         ),
         ({"rope_scaling": {"mrope_section": [24, 20], "mrope_interleaved": True}}, "three numbers whose sum is 64"),
         ({"rope_theta": None}, "rope_theta None"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'; supported: 'default'"),
         ({"attention_bias": True}, "attention_bias True; supported: False"),
         ({"hidden_size": 2048}, "out_hidden_size 5120 in its vision_config; it must be 2048"),
     ],
@@ -161,7 +149,7 @@ def test_text_encoder_that_would_be_computed_otherwise_is_refused(changed, messa
 # ---- Sampling.
 
 
-@pytest.mark.parametrize("picture", [(9, 16), (16, 9), (1, 1), (3, 4), (4, 3), (21, 9), (9, 21), (431, 600)])
+@pytest.mark.parametrize("picture", [(9, 16), (1, 1), (21, 9), (431, 600)])
 def test_sizes_of_other_shapes_are_those_of_diffusers(picture):
     height, width = picture
     assert SPEC.size_like(picture) == resolve_canvas_size(width, height, 32, 768, 768 * 1344)
@@ -213,6 +201,7 @@ def test_video_sparse_attention_without_gates_is_refused():
     assert SPEC.plan(GenerationRequest(prompt="a cat", preset="turbo-4-sla", loras=[])).warnings
 
 
+@pytest.mark.thorough
 def test_sparse_attention_has_a_step_of_its_own_with_fewer_operations():
     """At 362 frames, dense attention is most of a step."""
     sparse, dense = (

@@ -20,8 +20,8 @@ from wan_tpu.families.minimax_h3.fasth3 import FastH3
 from wan_tpu.families.minimax_h3.small import make_checkpoint
 from wan_tpu.families.shared.tokens import patchify
 
-SIZE = {"height": 64, "width": 96}
-STEPS, SEED = 3, 7
+SIZE, FRAMES = {"height": 64, "width": 96}, 107
+STEPS, SEED = 2, 7
 LONG_PROMPT = ("the sea and the wind " * 300)[:5000]  # The small tokenizer has one token for each letter.
 
 
@@ -65,33 +65,22 @@ def test_requests_with_and_without_keyframes_compile_nothing_after_a_warm_up(pip
     ("prompt", "images"),
     [
         ("A cat plays the piano.", {}),
-        pytest.param("猫 " * 40, {}, marks=pytest.mark.thorough),
-        pytest.param("A cat plays the piano.", {"image": 0}, marks=pytest.mark.thorough),
         pytest.param("", {"image": 0}, marks=pytest.mark.thorough),
         pytest.param("A cat plays the piano.", {"last_image": 1}, marks=pytest.mark.thorough),
-        pytest.param("A cat plays the piano.", {"image": 0, "last_image": 1}, marks=pytest.mark.thorough),
-        pytest.param(LONG_PROMPT[:1500], {}, marks=pytest.mark.thorough),
+        pytest.param("猫" + LONG_PROMPT[:1500], {}, marks=pytest.mark.thorough),
         pytest.param(LONG_PROMPT, {"image": 0, "last_image": 1}, marks=pytest.mark.thorough),
     ],
-    ids=[
-        "text",
-        "long text",
-        "first frame",
-        "first frame alone",
-        "last frame",
-        "first and last frame",
-        "1,500 tokens",
-        "5,000 tokens, first and last frame",
-    ],
+    ids=["text", "first frame alone", "last frame", "1,500 tokens", "5,000 tokens, first and last frame"],
 )
 def test_same_latents_pixels_and_sound_as_diffusers(prompt, images, pipe, reference):
     images = {name: draw_picture(seed) for name, seed in images.items()}
-    assert_same_video(GenerationRequest(prompt=prompt, steps=STEPS, seed=SEED, **SIZE, **images), pipe, reference)
+    request = GenerationRequest(prompt=prompt, frames=FRAMES, steps=STEPS, seed=SEED, **SIZE, **images)
+    assert_same_video(request, pipe, reference)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("frames", [107, 362])
-def test_shortest_and_longest_video_are_those_of_diffusers(frames, pipe, reference):
+@pytest.mark.parametrize("frames", [None, 362])
+def test_usual_and_longest_video_are_those_of_diffusers(frames, pipe, reference):
     request = GenerationRequest(prompt="A cat plays the piano.", frames=frames, steps=2, seed=SEED, **SIZE)
     assert_same_video(request, pipe, reference)
 
@@ -123,6 +112,7 @@ def test_longer_texts_have_programs_of_their_own(pipe, folder):
     assert picture.shapes["denoise"].endswith("2048 tokens")  # With its label.
 
 
+@pytest.mark.thorough
 def test_programs_are_compiled_ahead_for_the_length_that_is_asked_for(pipe):
     request = pipe.plan(GenerationRequest(prompt="x", steps=1, **SIZE)).request
     usual = stage_programs(AbstractRuntime(pipe.runtime.model, pipe.runtime.mesh, "float32"), request)
@@ -164,7 +154,7 @@ def test_empty_prompt_without_an_image_is_refused_before_any_work(pipe):
 def request_preset(name, adapter):
     """Return a request with the settings of a published preset, which a small checkpoint hasn't, and an adapter."""
     settings = dict(published_spec("minimax-h3").presets[name].settings) | {"loras": [adapter]}
-    return GenerationRequest(prompt="A cat plays the piano.", seed=SEED, **SIZE, **settings)
+    return GenerationRequest(prompt="A cat plays the piano.", frames=FRAMES, seed=SEED, **SIZE, **settings)
 
 
 @pytest.mark.long
@@ -229,7 +219,7 @@ def test_fasth3_with_video_sparse_attention_is_fastvideos(source, pipe, referenc
     contract = FastH3(0.6, (0.999, 0.749, 0.25))
     folder = make_checkpoint(tmp_path / "fasth3", fasth3=contract)
     weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    sound, request = 2 * 207, GenerationRequest(prompt="A cat plays the piano.", seed=SEED, **SIZE)
+    request = GenerationRequest(prompt="A cat plays the piano.", frames=FRAMES, seed=SEED, **SIZE)
     if source == "checkpoint":
         reference, pipe = Reference(folder), load_pipeline(folder, dtype="float32")
         with pytest.raises(InvalidRequest, match="image"):
@@ -251,7 +241,7 @@ def test_fasth3_with_video_sparse_attention_is_fastvideos(source, pipe, referenc
     levels = [*contract.levels, 0.0]
     reference.set_schedules(video=(10.0, levels), sound=(3.0, levels))
     try:
-        with attend_to_tiles(transformer, contract.sparsity, (37, 2, 3), keyframes=0, sound=sound):
+        with attend_to_tiles(transformer, contract.sparsity, (32, 2, 3), keyframes=0, sound=2 * 178):
             assert_same_video(request, pipe, reference)
     finally:
         for block in transformer.transformer_blocks:

@@ -14,8 +14,13 @@ REQUESTS = {
     "both images": ("minimax-h3", FIELDS | {"last_image": str(PHOTO), "width": 96, "steps": 2}),
     "two stages": ("ltx-2.3-distilled", FIELDS | {"width": 128, "frames": 9}),
     "chunks of two frames": ("cogvideox1.5-5b-i2v", FIELDS | {"width": 96, "frames": 17, "steps": 2}),
+    "a quote": (
+        "hunyuanvideo1.5-480p-i2v",
+        FIELDS | {"prompt": 'A "sign"', "width": 96, "frames": 9, "steps": 2},
+    ),
+    "a history": ("helios-distilled", FIELDS | {"image": None, "width": 64, "frames": 66, "steps": 6}),
     # Fewer tokens, and fewer latents of the sound, than devices.
-    "one frame": ("ltx-2.3-distilled", FIELDS | {"image": None, "width": 64, "frames": 1}),
+    "one frame": ("ltx-2.5-distilled", FIELDS | {"image": None, "width": 64, "frames": 1}),
 }
 # Relative to the largest value: float32 sums in another order, over all steps and through the decoders.
 TOLERANCES = {"latents": 1e-4, "sound": 1e-4, "pixels": 2e-3, "samples": 2e-3}

@@ -52,14 +52,14 @@ def draw_inputs(tokens, heads, width, dtype, seed=0):
     return q, k, v, rng.standard_normal((width, width)) / 8, rng.standard_normal(width)
 
 
-@pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("interpret", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["plain", "kernels"])
 @pytest.mark.parametrize(
-    ("heads", "width", "tokens"), [(2, 128, 900), pytest.param(2, 64, 640, marks=pytest.mark.thorough)]
+    ("heads", "width", "tokens"), [(2, 128, 600), pytest.param(2, 64, 640, marks=pytest.mark.thorough)]
 )
 def test_it_is_the_papers(heads, width, tokens, interpret):
     """With padding behind the tokens, which is NaN, and tokens that fill no whole block."""
     q, k, v, weight, bias = draw_inputs(tokens, heads, width, jnp.float32)
-    scale, padding = query_scale(width), ((0, 1024 - tokens), (0, 0))
+    scale, padding = query_scale(width), ((0, 768 - tokens), (0, 0))
     arrays = [np.pad(x, padding, constant_values=np.nan).astype(np.float32) for x in (q * scale, k, v)]
     got = ATTENTION(
         *arrays,
@@ -76,39 +76,26 @@ def test_it_is_the_papers(heads, width, tokens, interpret):
         np.testing.assert_allclose(got[:tokens, lanes], expected, rtol=0, atol=2e-5)
 
 
-def test_some_heads_of_many_are_used_in_place():
-    q, k, v, weight, bias = draw_inputs(700, 3, 128, jnp.float32)
-    how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
-    inputs = [x.astype(np.float32) for x in (q * query_scale(128), k, v)]
-    more = {"width": 128, "kv_len": 700, "platform": "cpu"}
-    last = slice(256, None)
-    expected = by_formula(q[:, last], k[:, last], v[:, last], 0.4, weight, bias)
-    for interpret in (False, True):
-        arrays = inputs[0], inputs[1][:, 128:], inputs[2]
-        some = ATTENTION(*arrays, how, heads=1, first_heads=(2, 1, 2), interpret=interpret, **more)
-        np.testing.assert_allclose(some, expected, rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
-def test_queries_may_begin_behind_the_first_key(interpret):
-    """As on a device that has a part of the tokens, the last of which is padding."""
-    q, k, v, weight, bias = draw_inputs(1024, 1, 128, jnp.float32)
-    how = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias))
-    expected = by_formula(q[:900], k[:900], v[:900], 0.4, weight, bias)[512:]
+def test_a_device_may_have_a_part_of_the_tokens_and_some_of_the_heads(interpret):
+    """Its last tokens are padding; of the other devices' heads, arrays may have some, too."""
+    q, k, v, weight, bias = draw_inputs(640, 2, 128, jnp.float32)
+    how, last = SparseLinear(0.4, jnp.asarray(weight), jnp.asarray(bias)), slice(128, None)
+    expected = by_formula(q[:600, last], k[:600, last], v[:600, last], 0.4, weight, bias)[384:]
     q, k, v = (x.astype(np.float32) for x in (q * query_scale(128), k, v))
-    more = {"heads": 1, "width": 128, "kv_len": 900, "platform": "cpu", "interpret": interpret}
-    part = ATTENTION(q[512:], k, v, how, first_query=jnp.int32(512), **more)
-    np.testing.assert_allclose(part[: 900 - 512], expected, rtol=0, atol=2e-5)
+    more = {"heads": 1, "width": 128, "kv_len": 600, "platform": "cpu", "interpret": interpret}
+    part = ATTENTION(q[384:], k[:, last], v, how, first_query=jnp.int32(384), first_heads=(1, 0, 1), **more)
+    np.testing.assert_allclose(part[: 600 - 384], expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
 def test_the_number_of_tokens_may_be_an_argument(interpret):
     """Without a linear part, as in LightX2V's adapters for MiniMax-H3; one program for all lengths."""
-    q, k, v, *_ = draw_inputs(1100, 2, 128, jnp.float32)
-    layer = SparseLinear(1 - 0.85, shortest=600)
+    q, k, v, *_ = draw_inputs(900, 2, 128, jnp.float32)
+    layer = SparseLinear(1 - 0.85, shortest=500)
     options = {"heads": 2, "width": 128, "platform": "cpu", "interpret": interpret}
-    for tokens in (600, 833, 1100):
-        padded = [np.where(np.arange(1100)[:, None] < tokens, x, np.nan) for x in (q * query_scale(128), k, v)]
+    for tokens in (500, 833):
+        padded = [np.where(np.arange(900)[:, None] < tokens, x, np.nan) for x in (q * query_scale(128), k, v)]
         arrays = [x.astype(np.float32) for x in padded]
         got = ATTENTION(*arrays, layer, kv_len=jnp.int32(tokens), **options)
         for lanes in (slice(0, 128), slice(128, 256)):
@@ -116,7 +103,7 @@ def test_the_number_of_tokens_may_be_an_argument(interpret):
             np.testing.assert_allclose(got[:tokens, lanes], expected, rtol=0, atol=2e-5)
 
 
-ROWS = slice(0, 2688)  # Of the arrays, real ones and padding.
+ROWS = 2688  # Of the arrays, real ones and padding.
 TURBO = SparseLinear(1 - 0.85)  # As LightX2V's adapter for MiniMax-H3 has it.
 
 
@@ -133,41 +120,29 @@ def list_theirs(q, k, dtype=torch.float32, least_gap=1e-5):
     return choose_sparsely(query, key, TURBO.density, least_gap).numpy()
 
 
-def list_ours(q, k, kv_len, rows=ROWS, *, dtype=jnp.float32, heads=3, **options):
-    """Our lists for those of some rows that are real, [N, blocks of queries, n]; padding is NaN."""
-    padding = (0, ROWS.stop - len(q)), (0, 0)
+def list_ours(q, k, kv_len, *, dtype=jnp.float32, kernels):
+    """Our lists for the rows that are real, [N, blocks of queries, n]; padding is NaN."""
+    padding = (0, ROWS - len(q)), (0, 0)
     scaled, keys = (
         jnp.asarray(np.pad(x.reshape(len(x), -1), padding, constant_values=np.nan), dtype)
         for x in (q * np.float32(query_scale(128)), k)
     )
-    more = {"first_query": jnp.int32(rows.start), "interpret": True, "heads": heads, "width": 128}
-    lists = np.asarray(as_program(choose_blocks)(scaled[rows], keys, TURBO, kv_len=kv_len, **more, **options))[0]
-    return lists[:, : -(-(len(q) - rows.start) // QUERIES), : TURBO.count(-(-len(k) // KEYS))]
+    more = {"first_query": jnp.int32(0), "interpret": True, "heads": 3, "width": 128, "kernels": kernels}
+    lists = np.asarray(as_program(choose_blocks)(scaled, keys, TURBO, kv_len=kv_len, **more))[0]
+    return lists[:, : -(-len(q) // QUERIES), : TURBO.count(-(-len(k) // KEYS))]
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
 def test_lists_are_lightx2vs(kernels):
-    """Of few keys, of whole and of partial blocks; one program for all lengths, and one for a length that is known."""
-    for tokens in (40, 64, 130, 1171, 1281, 2600):  # 1171 rows have 2.85 blocks to keep.
+    """Of few keys, of whole and of partial blocks; one program for all lengths."""
+    for tokens in (40, 130, 1171, 1281, 2600):  # 1171 rows have 2.85 blocks to keep.
         q, k = draw_heads(tokens)
         expected = list_theirs(q, k)
         assert expected.shape == (3, -(-tokens // 128), max(1, int(0.15 * -(-tokens // 64))))
-        for kv_len in (jnp.int32(tokens), *([tokens] if tokens == 1281 else [])):
-            np.testing.assert_array_equal(list_ours(q, k, kv_len, kernels=kernels), expected)
+        np.testing.assert_array_equal(list_ours(q, k, jnp.int32(tokens), kernels=kernels), expected)
 
 
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["plain", "kernels"])
-def test_lists_of_some_heads_and_queries_are_lightx2vs(kernels):
-    """As on each of four devices, which have some of the queries, the last ones padding, and one head or two."""
-    q, k = draw_heads(1281)
-    expected = list_theirs(q, k)
-    for first, heads in ((0, 1), (1, 2)):
-        options = {"first_heads": (first, first), "heads": heads, "kernels": kernels}
-        parts = [list_ours(q, k, jnp.int32(1281), rows, **options) for rows in (slice(0, 640), slice(640, ROWS.stop))]
-        np.testing.assert_array_equal(np.concatenate(parts, axis=1), expected[first : first + heads])
-
-
-@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("kernels", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["plain", "kernels"])
 def test_lists_in_bfloat16_are_lightx2vs_except_for_near_ties(kernels):
     """LightX2V rounds means and scores to bfloat16, too: 2^-9 each, so that scores within 2^-6 may change places."""
     q, k = draw_heads(2600)
@@ -193,9 +168,7 @@ def test_one_block_is_kept_at_least():
         assert lists.shape == (1, 1, 3, count)
 
 
-@pytest.mark.parametrize(
-    ("shape", "count"), [((2, 300, 150), 7), ((1, 130, 20), 130), ((1, 1182, 130), 177), ((2, 64, 1), 1)]
-)
+@pytest.mark.parametrize(("shape", "count"), [((2, 300, 150), 7), ((1, 130, 20), 130)])
 def test_top_lists_are_the_largest_scores(shape, count):
     """With many that are equal, of which the first count, all of a column, and negative ones and infinities."""
     rng = np.random.default_rng(count)
@@ -223,7 +196,7 @@ def test_lists_shorter_than_their_arrays(interpret):
         assert (np.asarray(lists[:, :, count:]) == 300).all()
 
 
-@pytest.mark.parametrize(("rows", "count"), [(300, 12), (40, 30)])
+@pytest.mark.parametrize(("rows", "count"), [(300, 12), pytest.param(40, 30, marks=pytest.mark.thorough)])
 def test_lists_of_pairs_are_the_union_of_two(rows, count):
     """Entries say which of both columns have chosen a position; the count is an argument of the program."""
     scores = np.random.default_rng(0).standard_normal((2, rows, 140)).astype(np.float32)
@@ -240,7 +213,7 @@ def test_lists_of_pairs_are_the_union_of_two(rows, count):
         )
 
 
-@pytest.mark.parametrize(("rows", "real"), [(300, 300), (5000, 4100), (4096, 4096)])
+@pytest.mark.parametrize(("rows", "real"), [(300, 300), (2500, 2100)])
 def test_block_means_ignore_padding(rows, real):
     x = np.random.default_rng(rows).standard_normal((rows, 384)).astype(np.float32)
     x[real:] = np.nan
@@ -260,8 +233,7 @@ def test_counts_out_of_range_are_refused():
             top_lists(jnp.zeros((1, 4, 1)), count)
 
 
-@pytest.mark.parametrize(("heads", "width"), [(2, 128), (4, 64)])
-@pytest.mark.parametrize("kv_len", [1024, 1400])
+@pytest.mark.parametrize(("heads", "width", "kv_len"), [(2, 128, 1400), (4, 64, 1024)])
 def test_the_linear_part_in_bfloat16(heads, width, kv_len):
     """Of several blocks of keys, whole ones and others; large logits, whose powers need their maximum."""
     q, k, v, weight, bias = draw_inputs(1500, heads, width, jnp.bfloat16)

@@ -9,7 +9,7 @@ from wan_tpu import GenerationRequest, load_pipeline
 
 request = GenerationRequest(prompt="A cat", image=sys.argv[3], height=128, width=160, frames=17, seed=3)
 latents, conditioning = {}, None
-for mesh in fit_meshes((1, 1, 1), (1, 2, 2), (2, 2, 1)):
+for mesh in fit_meshes((1, 1, 1), (1, 2, 2)):
     pipe = load_pipeline(sys.argv[1], dtype="float32", mesh=mesh)
     plan = pipe.plan(request)
     conditioning = conditioning or pipe.encode(plan)
