@@ -43,7 +43,9 @@ OTHER_FORMATS = {
 }
 
 
-@pytest.mark.parametrize(("form", "stage"), [*((form, "denoise_high") for form in FORMATS), ("musubi", "denoise_low")])
+@pytest.mark.parametrize(
+    ("form", "stage"), [("lightx2v", "denoise_high"), ("diffusion-pipe", "denoise_high"), ("musubi", "denoise_low")]
+)
 def test_files_in_wans_names_are_applied_as_diffusers_does(form, stage, checkpoint, pipeline, transformer, tmp_path):
     prefix, down, up, alpha, underscores = FORMATS[form]
     names = files.blocks(transformer, files.WAN)
