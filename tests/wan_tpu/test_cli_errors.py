@@ -59,18 +59,11 @@ LTX_2, MINIMAX_H3 = "ltx-2.3-distilled", "minimax-h3"
     ("kind", "change", "message"),
     [
         (LTX_2, ["--size", "96x64"], "two stages need a multiple of 64, nearest 128, or give steps 8 for one stage"),
-        (LTX_2, ["--size", "112x64", "--steps", "8"], "needs a multiple of 32, nearest 128"),
-        (LTX_2, ["--frames", "10"], "frames is 10; it must be 8n + 1, nearest 9"),
         (LTX_2, ["--steps", "20"], "the noise levels of 8, or 11 in two stages: give that many, or your own sigmas"),
-        (LTX_2, ["--shift", "3"], "shift is 3"),
-        (LTX_2, ["--solver", "unipc"], "choose one of euler"),
         (MINIMAX_H3, ["--prompt", ""], "prompt is empty, but this model needs a prompt or an image"),
         (MINIMAX_H3, ["--frames", "120"], "frames is 120; it must be 17n + 107, nearest 124"),
         (MINIMAX_H3, ["--frames", "379"], "up to 362, nearest 362"),
-        (MINIMAX_H3, ["--size", "112x64"], "needs a multiple of 32, nearest 128"),
         (MINIMAX_H3, ["--fps", "30"], "supports only 24: leave it out"),
-        (MINIMAX_H3, ["--guidance_scale", "3"], "doesn't use it: leave it out"),
-        (MINIMAX_H3, ["--solver", "unipc"], "choose one of euler"),
     ],
 )
 def test_request_that_another_family_can_not_make_is_one_line(kind, change, message, checkpoint, tmp_path, capsys):
@@ -111,13 +104,9 @@ def test_an_image_is_never_written_over(checkpoint, tmp_path, capsys):
     [
         ("model_index.json", lambda c: [], "isn't a JSON object"),
         ("model_index.json", lambda c: c | {"transformer": ["a"]}, "model_index.json has transformer"),
-        ("model_index.json", lambda c: c | {"boundary_ratio": 7}, "must lie between 0 and 1"),
         ("vae/config.json", lambda c: {}, "fetch both again from the same place"),
         ("vae/config.json", lambda c: c | {"latents_mean": [0]}, "1 numbers in latents_mean; with z_dim 16"),
-        ("vae/config.json", lambda c: c | {"dim_mult": "ab"}, "has dim_mult 'ab' in vae/config.json"),
-        ("transformer/config.json", lambda c: c | {"patch_size": 2}, "has patch_size 2 in transformer/config.json"),
         ("text_encoder/config.json", lambda c: c | {"d_model": "wide"}, "can't be used to build the model"),
-        ("scheduler/scheduler_config.json", lambda c: c | {"flow_shift": [5]}, "damaged configuration"),
         ("scheduler/scheduler_config.json", lambda c: c | {"use_karras_sigmas": True}, "use_karras_sigmas True"),
         ("tokenizer/tokenizer.json", lambda c: {}, "doesn't hold a working tokenizer"),
     ],
