@@ -114,12 +114,6 @@ def test_frames_that_begin_after_their_sound_stay_in_step(tmp_path):
     assert_pitches(tmp_path / "both.mp4", (12, 20), (440, 880))
 
 
-def test_a_file_of_one_short_frame_is_continued(tmp_path):
-    source, segment = make(tmp_path / "a.mp4", source="color=gray:s=48x32:r=60:d=0.016"), write(tmp_path / "b.mp4", 4)
-    join_videos([source, segment], tmp_path / "both.mp4")
-    assert read_clip(tmp_path / "both.mp4").frames == 1 + 4
-
-
 def test_a_disk_that_takes_no_files_isn_t_the_video_s_fault(tmp_path, monkeypatch):
     part = write(tmp_path / "a.mp4", 4)
     with pytest.raises(OutputError):

@@ -133,4 +133,4 @@ def test_options_that_may_be_repeated_are_settings(tmp_path, monkeypatch, capsys
     assert "minimax-h3" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("!reference\n!lora\n!quit\na ball\n"))
     assert cli.run(generate, [*MODEL, *SMALL, "--output", str(tmp_path / "x.mp4")]) == 0
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.mp4"))

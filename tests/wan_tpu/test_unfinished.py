@@ -23,7 +23,6 @@ from wan_tpu.request import GenerationRequest
 STEPS = 40
 MODEL = ["--model", str(ROOT / "examples" / "small-wan2.2-i2v"), "--dtype", "float32"]
 SMALL = [*MODEL, "--image", str(PHOTO), "--size", "48x32", "--frames", "5", "--steps", str(STEPS), "--prompt", "a cat"]
-SMALL += ["--guidance_scale", "1"]
 
 
 @pytest.fixture
