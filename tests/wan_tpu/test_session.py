@@ -22,7 +22,6 @@ ON_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from
 MODEL = ["--model", str(ROOT / "examples" / "small-wan2.2-i2v"), "--dtype", "float32"]
 # Unoptimised, as programs are in tests, the first fit of previews' colours would take a minute.
 SMALL = ["--image", str(PHOTO), "--size", "48x32", "--frames", "5", "--steps", "2", "--previews", "off"]
-FEW = ["--steps", "1", "--guidance_scale", "1"]
 CTRL_C, CTRL_D = "\x03", "\x04"
 PROMPT = "prompt> "
 
@@ -120,10 +119,12 @@ def test_session_on_a_terminal(tmp_path):
     assert history[-4:] == ["!steps 900", "a blue ball", "!steps 2", "!again"]
 
 
-def test_session_reads_lines_of_a_pipe_until_one_is_wrong(tmp_path, monkeypatch):
+def test_session_reads_lines_of_a_pipe_until_one_is_wrong(checkpoint, tmp_path, monkeypatch):
+    command = ["--model", str(checkpoint("wan2.1-t2v-1.3b")), "--dtype", "float32", "--size", "48x32", "--frames", "5"]
+    command += ["--steps", "1", "--guidance_scale", "1", "--previews", "off", "--output", str(tmp_path / "x.mp4")]
     for lines, code, made in (("", 2, 0), ("a ball\n\n!frames 6\na ball\n", 2, 1)):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        assert cli.run(generate, [*MODEL, *SMALL, *FEW, "--output", str(tmp_path / "x.mp4")]) == code
+        assert cli.run(generate, command) == code
         assert len(list(tmp_path.glob("*.mp4"))) == made
 
 

@@ -21,8 +21,7 @@ from wan_tpu.pipeline import load_pipeline
 from wan_tpu.request import GenerationRequest
 
 STEPS = 40
-MODEL = ["--model", str(ROOT / "examples" / "small-wan2.2-i2v"), "--dtype", "float32"]
-SMALL = [*MODEL, "--image", str(PHOTO), "--size", "48x32", "--frames", "5", "--steps", str(STEPS), "--prompt", "a cat"]
+SMALL = ["--dtype", "float32", "--size", "48x32", "--frames", "5", "--steps", str(STEPS), "--prompt", "a cat"]
 
 
 @pytest.fixture
@@ -52,15 +51,16 @@ def interrupt_at(folder, step):
 
 
 @pytest.mark.long
-def test_interrupted_command_goes_on_and_makes_the_same_video(tmp_path, cache):
+def test_interrupted_command_goes_on_and_makes_the_same_video(checkpoint, tmp_path, cache):
     whole, resumed = tmp_path / "whole.mp4", tmp_path / "resumed.mp4"
-    generate([*SMALL, "--output", str(whole)])
+    command = ["--model", str(checkpoint("wan2.1-t2v-1.3b")), *SMALL]
+    generate([*command, "--output", str(whole)])
     assert not list(cache.iterdir())
     interrupt_at(cache, 3)
     with pytest.raises(KeyboardInterrupt):
-        generate([*SMALL, "--output", str(resumed)])
+        generate([*command, "--output", str(resumed)])
     assert not resumed.exists()
-    generate([*SMALL, "--output", str(resumed)])
+    generate([*command, "--output", str(resumed)])
     record = json.loads(resumed.with_suffix(".json").read_text())
     assert 3 <= record["resumed_at"] < STEPS and len(record["steps"]) == STEPS - record["resumed_at"]
     assert "encoder" not in [stage["stage"] for stage in record["stages"]]
