@@ -60,19 +60,6 @@ def test_cogvideox_as_diffusers_has_it(checkpoint, pipeline, tmp_path):
     assert_same(merge_weights(pipeline(kind), "denoise", str(tmp_path)), pipe.transformer.state_dict())
 
 
-def test_cogvideox_as_videox_fun_writes_it(checkpoint, pipeline, tmp_path):
-    kind = "cogvideox1.5-5b"
-    kind_of = diffusers.CogVideoXTransformer3DModel
-    transformer = kind_of.from_pretrained(checkpoint(kind), subfolder="transformer")
-    names = [
-        f"transformer_blocks.1.{name}" for name in ("attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "norm1.linear")
-    ]
-    factors = files.factors(transformer, names)
-    tensors = files.name_tensors(factors, {name: name for name in names}, "lora_unet__", alpha=2, underscores=True)
-    path = files.save(tensors, tmp_path / "x.safetensors")
-    assert_same(merge_weights(pipeline(kind), "denoise", path), files.by_hand(transformer.state_dict(), factors, 0.5))
-
-
 HUNYUAN = {
     "transformer_blocks.0.attn.to_q": "double_blocks.0.img_attn_q",
     "transformer_blocks.1.attn.to_k": "double_blocks.1.img_attn_k",
@@ -87,7 +74,7 @@ HUNYUAN = {
 }
 
 
-@pytest.mark.parametrize("underscores", [False, True])
+@pytest.mark.parametrize("underscores", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_hunyuan_in_its_own_names(underscores, checkpoint, pipeline, tmp_path):
     """The refiner's queries, keys and values are one matrix there, and the rows of heads are in pairs here."""
     kind = "hunyuanvideo1.5-480p-t2v"
@@ -214,7 +201,7 @@ def convert_h3(tensors, head_width):
     ("prefix", "ends", "alpha"),
     [
         ("", ("lora_A", "lora_B"), None),  # MiniMax' own program, ComfyUI
-        ("diffusion_model.", ("lora_A", "lora_B"), 2),  # ai-toolkit
+        pytest.param("diffusion_model.", ("lora_A", "lora_B"), 2, marks=pytest.mark.thorough),  # ai-toolkit
         ("lora_unet_", ("lora_down", "lora_up"), 2),  # musubi-tuner
         ("", ("lora_A.default", "lora_B.default"), None),  # DiffSynth, whose queries, keys, values lie head by head
     ],

@@ -17,8 +17,6 @@ from wan_tpu.aot import key
 from wan_tpu.aot.executables import SUFFIX, Executables
 from wan_tpu.aot.precompile import precompile
 from wan_tpu.checkpoint import Checkpoint
-from wan_tpu.cli import run
-from wan_tpu.commands.generate import generate
 from wan_tpu.errors import InvalidInput
 from wan_tpu.families.model import open_model
 from wan_tpu.runtime.mesh import make_mesh
@@ -157,14 +155,11 @@ def test_another_process_generates_without_compiling(kind, images, tmp_path, che
     command = ["--model_id", str(folder), "--prompt", "A cat", "--size", f"{width}x{height}"]
     command += ["--frames", str(frames), "--dtype", "float32", "--dp", "1", "--sp", "1", "--tp", "1"]
     command += [part for name in images for part in (f"--{name}", str(PHOTO))]
-    command += [] if kind.startswith("ltx") else ["--steps", "2"]
-    loaded, compiled = tmp_path / "loaded.mp4", tmp_path / "compiled.mp4"
+    command += [] if kind.startswith("ltx") else ["--steps", "1"]
+    loaded = tmp_path / "loaded.mp4"
     loading = [*command, "--executables", str(tmp_path / "programs"), "--output", str(loaded)]
     child = run_command("generate", *loading)
     assert child.returncode == 0, child.stderr
     assert "compiling" not in child.stderr
     stages = json.loads(loaded.with_suffix(".json").read_text())["stages"]
     assert [stage["compile_s"] for stage in stages] == [0] * len(stages)
-    if kind.startswith("wan"):  # A family's programs are stored like all others.
-        assert run(generate, [*command, "--output", str(compiled)]) == 0
-        assert loaded.read_bytes() == compiled.read_bytes()

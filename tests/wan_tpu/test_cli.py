@@ -155,19 +155,19 @@ def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
     assert cli.run(staged.denoise, where) == 2  # nothing there yet, and nothing made
     assert not folder.exists()
     assert cli.run(staged.encode, stage1) == 0
-    assert cli.run(staged.denoise, [*where, "--warmup_steps", "1"]) == 0
-    whole, _ = load_value(DenoiseState, folder / staged.LATENTS)
-    assert whole.step == 4
-    assert cli.run(staged.denoise, [*where, "--stop_after_high", "--overwrite"]) == 0
+    assert cli.run(staged.denoise, [*where, "--warmup_steps", "1", "--stop_after_high"]) == 0
     assert 0 < load_value(DenoiseState, folder / staged.LATENTS)[0].step < 4
     assert cli.run(staged.decode, where) == 2  # not finished: refused
     half = (folder / staged.LATENTS).read_bytes()
-    assert cli.run(staged.denoise, [*where, "--resume"]) == 0
-    resumed, _ = load_value(DenoiseState, folder / staged.LATENTS)
-    assert np.array_equal(resumed.latents, whole.latents)
+    # The same model may lie elsewhere on the machine that goes on.
+    other = shutil.copytree(stage1[1], tmp_path / "other")
+    assert cli.run(staged.denoise, [*where, "--resume", "--model", str(other)]) == 0
+    assert load_value(DenoiseState, folder / staged.LATENTS)[0].step == 4
     assert cli.run(staged.decode, [*where, "--output_video", str(folder / "video.mp4")]) == 0
     assert np.array_equal(iio.imread(folder / "video.mp4", plugin="FFMPEG"), iio.imread(video_file, plugin="FFMPEG"))
-    assert capsys.readouterr().err.count("the model reads 512") == 1  # by stage 1
+    said = capsys.readouterr().err
+    assert said.count("the model reads 512") == 1  # by stage 1
+    assert f"continues with those of {other}" in said
     for name in (staged.CONFIG, "video.json"):
         assert_cut(json.loads((folder / name).read_text()))
 
@@ -180,10 +180,6 @@ def test_staged_equals_one_command(video_file, checkpoint, tmp_path, capsys):
     assert "omit the sampling options" in capsys.readouterr().err
     assert cli.run(staged.denoise, [*where, "--resume", "--precision", "bfloat16"]) == 2
     assert "omit --precision" in capsys.readouterr().err
-    # The same model may lie elsewhere on the machine that goes on.
-    other = shutil.copytree(stage1[1], tmp_path / "other")
-    assert cli.run(staged.denoise, [*where, "--resume", "--model", str(other)]) == 0
-    assert f"continues with those of {other}" in capsys.readouterr().err
     assert cli.run(staged.encode, [*stage1, "--prompt", "A dog", "--overwrite"]) == 0
     assert cli.run(staged.denoise, [*where, "--resume"]) == 2
     assert "embeddings that stage 1 has since replaced" in capsys.readouterr().err
@@ -222,8 +218,8 @@ def test_existing_output_is_kept(video_file, checkpoint, capsys):
     ("sent", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.thorough), (signal.SIGTERM, 143)]
 )
 def test_ctrl_c_and_sigterm_leave_nothing_half_written(sent, code, checkpoint, tmp_path):
-    model = str(checkpoint("wan2.2-i2v-a14b"))
-    command = [sys.executable, "-m", "actors.cli", "generate", "--model_id", model, *REQUEST]
+    model = ["--model_id", str(checkpoint("wan2.1-t2v-1.3b")), "--prompt", "A cat", *SETTINGS]
+    command = [sys.executable, "-m", "actors.cli", "generate", *model, "--steps", "1", "--guidance_scale", "1"]
     process = subprocess.Popen(
         [*command, "--output", str(tmp_path / "video.mp4")], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )

@@ -22,25 +22,17 @@ from wan_tpu.commands.generate import generate
     ("change", "message"),
     [
         (["--size", "48x30"], "nearest 32"),
-        (["--size", "big"], "WIDTHxHEIGHT"),
-        (["--size", ""], "WIDTHxHEIGHT"),
         (["--size", "²x32"], "WIDTHxHEIGHT"),
         (["--seconds", "2"], "--frames"),
         (["--steps", "1.5"], "see wan-tpu generate --help"),
         (["--num_frames", "5"], "there is no --num_frames (did you mean --frames?)"),
-        (["--solver", "unipcc"], "(did you mean unipc?)"),
-        (["--shift", "1e-30"], "nearest 0.01"),
         (["--prompt", "caf\udce9"], "isn't valid Unicode"),
         (["--image", "https://example.org/cat.png"], "download it"),
         (["--image", "x" * 5000], "can't be read"),
-        (["--output", ""], "is a folder"),
         (["--output", "/tmp"], "is a folder"),
         (["--output", "x" * 300], "choose a folder"),
         (["--profile", "--profile_output_path", __file__], "is a file; give a folder"),
         (["--frames", "6"], "4n + 1"),
-        (["--steps", "-1"], "allowed: 1 to 1000"),
-        (["--generate_audio"], "makes no sound"),
-        (["--guidance_scale", "nan"], "finite number"),
         (["--image", "none.png"], "is not a file"),
         (["--model_id", "no/model/here"], "hub id"),
         (["--model_id", "no-owner/no-such-model"], "unset HF_HUB_OFFLINE"),
@@ -67,18 +59,11 @@ LTX_2, MINIMAX_H3 = "ltx-2.3-distilled", "minimax-h3"
     ("kind", "change", "message"),
     [
         (LTX_2, ["--size", "96x64"], "two stages need a multiple of 64, nearest 128, or give steps 8 for one stage"),
-        (LTX_2, ["--size", "112x64", "--steps", "8"], "needs a multiple of 32, nearest 128"),
-        (LTX_2, ["--frames", "10"], "frames is 10; it must be 8n + 1, nearest 9"),
         (LTX_2, ["--steps", "20"], "the noise levels of 8, or 11 in two stages: give that many, or your own sigmas"),
-        (LTX_2, ["--shift", "3"], "shift is 3"),
-        (LTX_2, ["--solver", "unipc"], "choose one of euler"),
         (MINIMAX_H3, ["--prompt", ""], "prompt is empty, but this model needs a prompt or an image"),
         (MINIMAX_H3, ["--frames", "120"], "frames is 120; it must be 17n + 107, nearest 124"),
         (MINIMAX_H3, ["--frames", "379"], "up to 362, nearest 362"),
-        (MINIMAX_H3, ["--size", "112x64"], "needs a multiple of 32, nearest 128"),
         (MINIMAX_H3, ["--fps", "30"], "supports only 24: leave it out"),
-        (MINIMAX_H3, ["--guidance_scale", "3"], "doesn't use it: leave it out"),
-        (MINIMAX_H3, ["--solver", "unipc"], "choose one of euler"),
     ],
 )
 def test_request_that_another_family_can_not_make_is_one_line(kind, change, message, checkpoint, tmp_path, capsys):
@@ -119,13 +104,9 @@ def test_an_image_is_never_written_over(checkpoint, tmp_path, capsys):
     [
         ("model_index.json", lambda c: [], "isn't a JSON object"),
         ("model_index.json", lambda c: c | {"transformer": ["a"]}, "model_index.json has transformer"),
-        ("model_index.json", lambda c: c | {"boundary_ratio": 7}, "must lie between 0 and 1"),
         ("vae/config.json", lambda c: {}, "fetch both again from the same place"),
         ("vae/config.json", lambda c: c | {"latents_mean": [0]}, "1 numbers in latents_mean; with z_dim 16"),
-        ("vae/config.json", lambda c: c | {"dim_mult": "ab"}, "has dim_mult 'ab' in vae/config.json"),
-        ("transformer/config.json", lambda c: c | {"patch_size": 2}, "has patch_size 2 in transformer/config.json"),
         ("text_encoder/config.json", lambda c: c | {"d_model": "wide"}, "can't be used to build the model"),
-        ("scheduler/scheduler_config.json", lambda c: c | {"flow_shift": [5]}, "damaged configuration"),
         ("scheduler/scheduler_config.json", lambda c: c | {"use_karras_sigmas": True}, "use_karras_sigmas True"),
         ("tokenizer/tokenizer.json", lambda c: {}, "doesn't hold a working tokenizer"),
     ],
@@ -152,21 +133,23 @@ def test_a_later_component_is_refused_before_any_compute(checkpoint, tmp_path, c
 
 # What an unhealthy text encoder does is shown on slices, in tests/actors/on_slices/test_pipeline.py.
 @pytest.mark.parametrize(
-    ("component", "where"),
+    ("kind", "component", "where"),
     [
-        ("transformer", "denoise_high, step 1 of"),
-        pytest.param("vae", "encoder, VAE chunk 1 of 2", marks=pytest.mark.long),
+        ("wan2.1-t2v-1.3b", "transformer", "denoise, step 1 of"),
+        pytest.param("wan2.2-i2v-a14b", "vae", "encoder, VAE chunk 1 of 2", marks=pytest.mark.long),
     ],
 )
-def test_nan_weights_fail_the_run_with_the_stage_named(component, where, checkpoint, tmp_path, capsys):
-    folder = shutil.copytree(checkpoint("wan2.2-i2v-a14b"), tmp_path / "checkpoint")
+def test_nan_weights_fail_the_run_with_the_stage_named(kind, component, where, checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint(kind), tmp_path / "checkpoint")
     file = next((folder / component).glob("*.safetensors"))
     tensors = safetensors.torch.load_file(file)
     name = next(n for n in tensors if n.startswith(("encoder.conv_in.bias", "blocks.0.ffn")))
     tensors[name][:] = float("nan")
     safetensors.torch.save_file(tensors, file)
     out = tmp_path / "out" / "video.mp4"
-    assert cli.run(generate, ["--model_id", str(folder), *REQUEST, "--output", str(out)]) == 1
+    image = ["--image", str(PHOTO)] if "i2v" in kind else []
+    request = ["--prompt", "A cat", *image, *SETTINGS, "--guidance_scale", "1"]
+    assert cli.run(generate, ["--model_id", str(folder), *request, "--output", str(out)]) == 1
     assert f"error: {where}" in capsys.readouterr().err.splitlines()[-1]
     assert not list(out.parent.iterdir())
 
@@ -179,6 +162,7 @@ def test_constant_video_fails_the_run(checkpoint, tmp_path, capsys):
     tensors["decoder.conv_out.weight"][:] = 0
     safetensors.torch.save_file(tensors, file)
     out = tmp_path / "out" / "video.mp4"
-    assert cli.run(generate, ["--model", str(folder), "--prompt", "", *SETTINGS, "--output", str(out)]) == 1
+    request = ["--prompt", "", *SETTINGS, "--steps", "1", "--guidance_scale", "1"]
+    assert cli.run(generate, ["--model", str(folder), *request, "--output", str(out)]) == 1
     assert "same colour" in capsys.readouterr().err
     assert not list(out.parent.iterdir())

@@ -61,17 +61,7 @@ def assert_pitches(path, ends, pitches):
         assert loudest == pytest.approx(pitch, abs=3) if pitch is not None else np.abs(part).max() < 0.01
 
 
-ONE_TONE = [(440, None, None), (None, 880, None), (None, None, 660)]
-
-
-SOME_TONES = [
-    ONE_TONE[0],
-    pytest.param(ONE_TONE[1], marks=pytest.mark.thorough),
-    pytest.param(ONE_TONE[2], marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize("pitches", [(None, None, None), (440, 880, 660), *SOME_TONES])
+@pytest.mark.parametrize("pitches", [(None, None, None), (440, 880, 660), (None, 880, None)])
 def test_packets_of_all_files_are_unchanged_and_sound_stays_in_step(pitches, tmp_path):
     lengths, ends = (9, 8, 6), (9, 17, 23)
     clips = [
@@ -89,16 +79,7 @@ def test_packets_of_all_files_are_unchanged_and_sound_stays_in_step(pitches, tmp
         assert_pitches(output, ends, pitches)
 
 
-def test_a_joined_file_is_continued_again_without_encoding(tmp_path):
-    parts = [write(tmp_path / f"{i}.mp4", 4, first=4 * i, pitch=440) for i in range(4)]
-    whole = tmp_path / "whole.mp4"
-    join_videos(parts[:2], whole)
-    join_videos([whole, *parts[2:]], whole)
-    assert packets(whole) == [packet for part in parts for packet in packets(part)]
-    assert read_clip(whole).is_even
-
-
-@pytest.mark.parametrize("pitches", SOME_TONES)
+@pytest.mark.parametrize("pitches", [(440, None, None), (None, None, 660)])
 def test_a_file_with_other_settings_is_converted_to_those_of_the_others(pitches, tmp_path):
     tone = [] if pitches[0] is None else ["-f", "lavfi", "-i", f"sine={pitches[0]}:d=2:r={RATE}", "-ac", "2"]
     other = make(tmp_path / "other.mkv", *tone, "-c:v", "mpeg4", source="testsrc=s=96x80:r=30:d=2")
@@ -131,12 +112,6 @@ def test_frames_that_begin_after_their_sound_stay_in_step(tmp_path):
     clip = read_clip(tmp_path / "both.mp4")
     assert (clip.frames, clip.is_even, clip.rate) == (12 + 8, True, 8)
     assert_pitches(tmp_path / "both.mp4", (12, 20), (440, 880))
-
-
-def test_a_file_of_one_short_frame_is_continued(tmp_path):
-    source, segment = make(tmp_path / "a.mp4", source="color=gray:s=48x32:r=60:d=0.016"), write(tmp_path / "b.mp4", 4)
-    join_videos([source, segment], tmp_path / "both.mp4")
-    assert read_clip(tmp_path / "both.mp4").frames == 1 + 4
 
 
 def test_a_disk_that_takes_no_files_isn_t_the_video_s_fault(tmp_path, monkeypatch):
@@ -185,11 +160,8 @@ def test_hidden_frames_aren_t_written_nor_is_their_sound(tmp_path):
     assert len(sound(tmp_path / "a.mp4")) == pytest.approx(RATE // 2, abs=1024)
 
 
-def test_a_video_in_memory_has_the_frames_of_the_file(tmp_path):
-    path = write(tmp_path / "a.mp4", 9)
-    content = VideoContent(path.read_bytes())
-    both = zip(read_frames(path, 9), read_frames(content, 9), strict=True)
-    assert all(np.array_equal(np.asarray(read), np.asarray(expected)) for read, expected in both)
+def test_a_video_in_memory_says_what_it_has(tmp_path):
+    content = VideoContent(write(tmp_path / "a.mp4", 9).read_bytes())
     with pytest.raises(InvalidRequest, match=r"\b9 frames.*\b6\b"):
         read_frames(content, 10, step=4)
     request = GenerationRequest(prompt="x", video=content)
@@ -197,9 +169,10 @@ def test_a_video_in_memory_has_the_frames_of_the_file(tmp_path):
 
 
 def list_arguments():
-    """Return the arguments of a request without an image and a size."""
+    """Return the arguments of a request of one step without an image and a size."""
     bare = [word for i, word in enumerate(REQUEST) if "--image" not in REQUEST[max(0, i - 1) : i + 1]]
-    return [word for i, word in enumerate(bare) if "--size" not in bare[max(0, i - 1) : i + 1]]
+    sized = [word for i, word in enumerate(bare) if "--size" not in bare[max(0, i - 1) : i + 1]]
+    return [*sized, "--steps", "1", "--guidance_scale", "1"]
 
 
 def test_generate_extends_a_file(checkpoint, tmp_path, capsys):

@@ -94,21 +94,8 @@ def play_in_browser(*paths):
     return frames
 
 
-@pytest.mark.thorough
-@pytest.mark.long
-def test_browser_shows_the_colours(bars):
-    path, _, _ = bars
-    [pixels] = play_in_browser(path)
-    errors = np.abs(middles(pixels) - COLOURS).max(0)
-    # Without a GPU, Chromium multiplies what makes blue by at most 2, where BT.709 has 2.11.
-    assert (errors <= [TOLERANCE, TOLERANCE, 12]).all(), errors
-
-
 SHOWN_IN_BROWSERS = (
-    "plain",
     "turned by 90",
-    "turned by 180",
-    "turned by 270",
     "sample aspect ratio",
     "edit list",
     "full range without a matrix",  # Without a GPU, Chromium takes every full range for that of BT.601.
@@ -135,17 +122,10 @@ def test_what_is_read_is_what_a_browser_shows(tmp_path):
     ("name", "how"),
     [
         ("10 bits.mp4", ["-c:v", "libx264", "-pix_fmt", "yuv420p10le"]),
-        ("12 bits.mkv", ["-c:v", "ffv1", "-pix_fmt", "yuv422p12le"]),
         ("whole colours.mp4", ["-c:v", "libx264", "-pix_fmt", "yuv444p"]),
-        ("full range.mp4", ["-c:v", "libx264", "-pix_fmt", "yuvj420p"]),
         ("gray.mp4", ["-c:v", "libx264", "-pix_fmt", "gray"]),
-        ("deep gray.mkv", ["-c:v", "ffv1", "-pix_fmt", "gray12le"]),
-        ("rgb.mp4", ["-c:v", "libx264rgb", "-pix_fmt", "rgb24"]),
         ("deep rgb.mkv", ["-c:v", "ffv1", "-pix_fmt", "gbrp12le"]),
-        ("deeper rgb.mkv", ["-c:v", "ffv1", "-pix_fmt", "rgb48le"]),
-        ("alpha.mov", ["-vf", "format=argb,colorchannelmixer=aa=0.5", "-c:v", "qtrle"]),
         ("deep alpha.mov", ["-c:v", "prores_ks", "-profile:v", "4444", "-pix_fmt", "yuva444p10le"]),
-        ("bt709.mp4", ["-vf", "scale=out_color_matrix=bt709,format=yuv420p,setparams=colorspace=bt709"]),
         ("odd sides.mkv", ["-vf", "crop=63:47:0:0:exact=1", "-c:v", "ffv1", "-pix_fmt", "yuv444p"]),
         ("late.mp4", ["-vf", "setpts=PTS+0.5/TB"]),
         ("turned.mp4", ["turned"]),

@@ -81,9 +81,8 @@ def check_packets(content):
 @pytest.mark.parametrize(
     ("fps", "sound", "lengths"),
     [
-        (16, None, (17, 81, 9)),
-        (24, (48000, 2), (49, 65, 18)),
-        (25, (24000, 2), (81, 6, 33)),
+        (16, None, (17, 49, 9)),
+        (24, (48000, 2), (33, 6, 49)),
         (23.976, (32000, 1), (22, 49)),
         (16.1234, (44100, 2), (22, 49)),
         (60, (48000, 2), (65, 33)),  # Here the sound decides where a fragment ends.
@@ -141,19 +140,16 @@ def test_an_unreadable_part_is_an_error_of_the_machine_or_of_the_file(tmp_path, 
         list(ContinuedVideo(16).add_part(write(tmp_path, b"")))
 
 
-@pytest.mark.parametrize(
-    ("fps", "sound", "lengths"), [(16, None, (1, 17, 1)), (16, (48000, 2), (1, 1, 17, 1)), (1, (44100, 2), (18, 3))]
-)
+@pytest.mark.parametrize(("fps", "sound", "lengths"), [(16, (48000, 2), (1, 1, 17, 1)), (1, (44100, 2), (18, 3))])
 def test_short_parts_and_slow_ones_follow_each_other(fps, sound, lengths, tmp_path):
     parts = [encode(frames, fps, sound, seed=seed) for seed, frames in enumerate(lengths)]
-    watched, finished, contents = ContinuedVideo(fps, sound and sound[0]), ContinuedVideo(fps, sound and sound[0]), []
+    watched, finished, contents = ContinuedVideo(fps, sound[0]), ContinuedVideo(fps, sound[0]), []
     for mp4, fragments in parts:
         contents += (decoded := [watched.append(fragment) for fragment in fragments])
         file = write(tmp_path, mp4)
         assert list(finished.add_part(file)) == list(watched.add_part(file)) == decoded
     check_frames(b"".join(contents), *(mp4 for mp4, _ in parts))
-    if sound is not None:
-        check_packets(b"".join(contents))
+    check_packets(b"".join(contents))
 
 
 @pytest.mark.parametrize("options", [["-bf", "3"], ["-bf", "0"]])
@@ -169,7 +165,7 @@ def test_a_video_of_another_encoder_is_cut_too(options, tmp_path):
         check_frames(content, path.read_bytes(), path.read_bytes())
 
 
-@pytest.mark.parametrize("fps", [16.1234, 7.12346, 30000 / 1001])
+@pytest.mark.parametrize("fps", [16.1234, pytest.param(7.12346, marks=pytest.mark.thorough), 30000 / 1001])
 def test_stream_has_the_frames_of_the_joined_file_at_any_rate(fps, tmp_path):
     first, again = (write(tmp_path, encode(9, fps, seed=seed)[0], f"{seed}.mp4") for seed in (0, 1))
     files = [first, *[again] * 12]

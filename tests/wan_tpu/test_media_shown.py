@@ -18,19 +18,15 @@ LOSS = 0.6  # What encoding at crf 17 may move a frame's mean by.
 
 
 # The others go the way of one of these, with another angle, curve, or omission.
-READ = ["plain", "turned by 90", "mirrored", "sample aspect ratio", "begins after its sound", "edit list", "PQ", "HLG"]
-READ += ["PQ without primaries and matrix", "wide colours without a curve", "full range", "720 lines without colours"]
-READ += ["RGB", "variable rate", "milliseconds as its rate", "GIF"]
-CONTINUED = ["turned by 90", "sample aspect ratio", "begins after its sound", "edit list", "PQ", "full range", "RGB"]
-CONTINUED += ["variable rate", "GIF"]
 OFTEN = ("turned by 90", "sample aspect ratio", "edit list", "PQ", "full range", "variable rate")
+READ = ["begins after its sound", "wide colours without a curve", "720 lines without colours", "RGB"]
+READ += ["milliseconds as its rate", "GIF"]
 
 
-def kinds(chosen):
-    """Parametrise a test with clips of all kinds: those of `chosen`, and the others in `make thorough`."""
-    marks = {kind: [] if kind in OFTEN else [pytest.mark.long] for kind in chosen}
-    params = [pytest.param(kind, marks=marks.get(kind, [pytest.mark.thorough])) for kind in KINDS]
-    return pytest.mark.parametrize("clip", params, indirect=True)
+def kinds(all_kinds, often, rarely=()):
+    """Parametrise a test with all kinds: `rarely` is for `make test-long`, what is in neither for `make thorough`."""
+    marks = {kind: () if kind in often else pytest.mark.long for kind in (*often, *rarely)}
+    return [pytest.param(kind, marks=marks.get(kind, pytest.mark.thorough)) for kind in all_kinds]
 
 
 @pytest.fixture
@@ -56,8 +52,8 @@ def assert_shown(pictures, shown, tolerance):
         assert others[index] == others.min()
 
 
-@kinds(READ)
-def test_every_way_in_gets_the_frames_that_are_shown(clip, tmp_path):
+@pytest.mark.parametrize("clip", kinds(KINDS, OFTEN, READ), indirect=True)
+def test_every_way_in_gets_the_frames_that_are_shown_and_continues_them(clip, tmp_path):
     path, shown, tolerance = clip
     count, height, width = shown.shape[:3]
     content = VideoContent(path.read_bytes())
@@ -70,11 +66,6 @@ def test_every_way_in_gets_the_frames_that_are_shown(clip, tmp_path):
         assert count_frames(video, FPS) == count
         assert_shown(read_ends(video, count - 3, FPS), shown[[0, -3, -2, -1]], tolerance)
 
-
-@kinds(CONTINUED)
-def test_a_video_of_every_kind_is_continued(clip, tmp_path):
-    path, shown, tolerance = clip
-    count, height, width = shown.shape[:3]
     source = prepare_source(path, tmp_path, Fit(height, width), FPS)
     last = read_frame(source, count - 1)
     assert_shown([last], shown[-1:], tolerance + LOSS)
@@ -101,37 +92,28 @@ def end_earlier(plain, path):
     path.write_bytes(content)
 
 
+# How it is changed, the frames that it shows then, and whether its packets stay.
 OWN_OTHERWISE = {
-    "turned by 180": (lambda path, plain: run("-display_rotation", "180", "-i", plain, "-c", "copy", path), False),
-    "mirrored": (lambda path, plain: run("-display_hflip", "-i", plain, "-c", "copy", path), False),
-    "stretched": (lambda path, plain: run("-i", plain, "-c", "copy", "-aspect", "1", path), False),
-    "begun later": (lambda path, plain: run("-ss", "0.3", "-i", plain, "-c", "copy", path), False),
-    "ended earlier": (lambda path, plain: end_earlier(plain, path), False),
-    "moved to another container": (lambda path, plain: run("-i", plain, "-c", "copy", path), True),
+    "mirrored": (lambda path, plain: run("-display_hflip", "-i", plain, "-c", "copy", path), play()[:, :, ::-1], False),
+    "begun later": (
+        lambda path, plain: run("-ss", "0.3", "-i", plain, "-c", "copy", path),
+        play(*range(3, FRAMES)),
+        False,
+    ),
+    "ended earlier": (lambda path, plain: end_earlier(plain, path), play(*range(6)), False),
+    "moved to another container": (lambda path, plain: run("-i", plain, "-c", "copy", path), play(), True),
 }
 
 
 @pytest.mark.parametrize("how", OWN_OTHERWISE)
 def test_a_clip_of_ours_that_is_shown_otherwise_is_converted(how, tmp_path):
-    change, is_kept = OWN_OTHERWISE[how]
+    change, shown, is_kept = OWN_OTHERWISE[how]
     plain, path, joined = write_own(tmp_path / "plain.mp4"), tmp_path / "clip.mp4", tmp_path / "all.mp4"
     change(path, plain)
     folder = tmp_path / "folder"
     folder.mkdir()
     assert (prepare_source(path, folder, Fit(HEIGHT, WIDTH, 40), FPS) == path) == is_kept
     join_videos([path, plain], joined)
-    shown = {
-        "turned by 180": play()[:, ::-1, ::-1],
-        "mirrored": play()[:, :, ::-1],
-        "stretched": None,
-        "begun later": play(*range(3, FRAMES)),
-        "ended earlier": play(*range(6)),
-        "moved to another container": play(),
-    }[how]
-    if shown is None:  # A square, of which the middle is shown.
-        cut = (WIDTH - HEIGHT) // 3
-        rows = np.linspace(cut, HEIGHT - 1 - cut, HEIGHT).round().astype(int)
-        shown = play()[:, rows]
     assert_shown(read_frames(joined, len(shown) + FRAMES), np.concatenate([shown, play()]), 1 + LOSS)
 
 
@@ -146,7 +128,7 @@ def make_noise(deviation, channels):
 PICTURES = {"noisy": STILL + make_noise(12, 1), "clipped": 15 + make_noise(40, 3)}
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", kinds(PICTURES, ["clipped"]))
 def test_colours_stay_when_a_video_is_continued_from_its_own_file_again_and_again(name, tmp_path):
     still = np.clip(PICTURES[name], 0, 255).astype(np.uint8)
     part, whole = tmp_path / "part.mp4", tmp_path / "whole.mp4"
@@ -194,36 +176,35 @@ def assert_tones(sound, tones, start_s, stop_s, rate=44100):
         assert 0.02 < np.abs(side).max() < 1
 
 
+# The others have channels that one of these has, or a rate that is taken as it is.
+HEARD = "mono", "stereo at 192 kHz", "5.1", "nine channels without names", "begins after its frames"
+
+
 @pytest.mark.parametrize("codec", ["ours", pytest.param("mpeg4", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", SOUNDS)
-def test_sound_of_every_kind_goes_on_in_stereo(name, codec, tmp_path):
+@pytest.mark.parametrize("name", kinds(SOUNDS, HEARD))
+def test_sound_of_every_kind_is_read_as_it_is_played_and_goes_on_in_stereo(name, codec, tmp_path):
     kind = SOUNDS[name]
     plain, path, joined = (tmp_path / f"{part}.mov" for part in ("plain", "clip", "all"))
     write_own(plain.with_suffix(".mp4"))
     kind.accompany(plain.with_suffix(".mp4"), path, *([] if codec == "ours" else ["-c:v", codec, "-q:v", "2"]))
+    for video in (path, VideoContent(path.read_bytes())):
+        sound, rate = read_sound(video, 1)
+        assert (rate, sound.shape) == (kind.rate, (min(kind.channels, 2), kind.rate))
+        assert not sound[:, : round((kind.starts - 0.01) * rate)].any() or not kind.starts
+        assert_tones(sound, kind.tones, kind.starts + 0.1, 0.9, rate)
+        frames, ending = read_ending(video, fps=FPS, count=4)
+        assert len(frames) == 4 and ending[1] == rate
+        assert np.array_equal(ending[0], sound[:, -round(4 / FPS * rate) :])
     source = prepare_source(path, tmp_path, Fit(HEIGHT, WIDTH), FPS)
     join_videos([source, plain.with_suffix(".mp4"), source], joined)
     heard = listen(joined, 0, 9)
     for start in (0, 2):
-        assert np.abs(listen(joined, start + 0.1, max(start + 0.1, start + kind.starts - 0.1))).max(initial=0) < 0.01
+        silence = heard[:, round((start + 0.1) * 44100) : max(0, round((start + kind.starts - 0.1) * 44100))]
+        assert np.abs(silence).max(initial=0) < 0.01
         assert_tones(heard, kind.tones, start + kind.starts + 0.1, start + 0.9)
-    assert np.abs(listen(joined, 1.1, 1.9)).max() < 0.01
+    assert np.abs(heard[:, round(1.1 * 44100) : round(1.9 * 44100)]).max() < 0.01
     assert heard.shape[1] / 44100 == pytest.approx(3, abs=0.1)
     assert read_clip(joined).sound[::2] == ("aac", "mono" if (name, codec) == ("mono", "ours") else "stereo")
-
-
-@pytest.mark.parametrize("name", SOUNDS)
-def test_sound_of_every_kind_is_read_as_it_is_played_beside_its_frames(name, tmp_path):
-    kind, path = SOUNDS[name], tmp_path / "clip.mov"
-    kind.accompany(write_own(tmp_path / "plain.mp4"), path)
-    for source in (path, VideoContent(path.read_bytes())):
-        sound, rate = read_sound(source, 1)
-        assert (rate, sound.shape) == (kind.rate, (min(kind.channels, 2), kind.rate))
-        assert not sound[:, : round((kind.starts - 0.01) * rate)].any() or not kind.starts
-        assert_tones(sound, kind.tones, kind.starts + 0.1, 0.9, rate)
-        frames, ending = read_ending(source, fps=FPS, count=4)
-        assert len(frames) == 4 and ending[1] == rate
-        assert np.array_equal(ending[0], sound[:, -round(4 / FPS * rate) :])
 
 
 def test_a_file_without_sound_says_so(tmp_path):
@@ -246,12 +227,12 @@ def test_sound_stays_when_a_video_is_continued_from_its_own_file_again_and_again
 
     write(whole)
     first = listen(whole, 0, 0.95)
-    for _ in range(10):
+    for _ in range(4):
         write(part)
         join_videos([whole, part], whole)
     assert np.array_equal(listen(whole, 0, 0.95), first)
     # Each part begins with the packet that is nearest to its first frame.
-    for index in range(1, 11):
+    for index in range(1, 5):
         heard = listen(whole, index + 0.1, index + 0.2)[0]
         near = listen(part, 0.08, 0.22)[0]
         lag = np.correlate(near, heard, "valid").argmax() - round(0.02 * 44100)
@@ -269,27 +250,25 @@ def test_sound_that_some_other_program_put_beside_our_frames_is_encoded_again(tm
     assert read_clip(joined).is_even
 
 
-@pytest.mark.parametrize("rate", [5, 20])
-def test_a_video_has_the_same_frames_at_another_rate_whoever_asks(rate, tmp_path):
+def test_a_video_has_the_same_frames_at_another_rate_whoever_asks(tmp_path):
     path = tmp_path / "clip.mp4"
     KINDS["plain"].make(path)
-    shown = play(*(index * FPS // rate for index in range(FRAMES * rate // FPS)))
-    assert count_frames(path, rate) == len(shown)
-    assert_shown(read_ends(path, 0, rate)[1:], shown, 0.7)
-    source = prepare_source(path, tmp_path, Fit(HEIGHT, WIDTH), rate)
-    assert_shown(read_frames(source, len(shown)), shown, 0.7 + LOSS)
+    for rate in (5, 20):
+        shown = play(*(index * FPS // rate for index in range(FRAMES * rate // FPS)))
+        assert count_frames(path, rate) == len(shown)
+        assert_shown(read_ends(path, 0, rate)[1:], shown, 0.7)
+        source = prepare_source(path, tmp_path, Fit(HEIGHT, WIDTH), rate)
+        assert_shown(read_frames(source, len(shown)), shown, 0.7 + LOSS)
 
 
-@pytest.mark.parametrize(
-    "fps", [16.1234, *(pytest.param(fps, marks=pytest.mark.thorough) for fps in (7.12346, 29.97)), 23.976]
-)
+@pytest.mark.parametrize("fps", kinds((16.1234, 7.12346, 29.97, 23.976), [16.1234]))
 def test_a_video_of_any_rate_is_continued_without_encoding_it_again(fps, tmp_path):
     whole, part = tmp_path / "whole.mp4", tmp_path / "part.mp4"
     for path in (whole, part):
         with VideoWriter(path, fps=fps) as writer:
             writer.set_audio(np.zeros((2, 44100), np.float32), 44100)
             writer.write(play())
-    for times in range(2, 6):
+    for times in range(2, 5):
         join_videos([whole, part], whole)
         clip = read_clip(whole)
         assert (clip.frames, clip.is_even, clip.rate) == (times * FRAMES, True, exact_rate(fps))

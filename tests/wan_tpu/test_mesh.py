@@ -1,5 +1,6 @@
 """Shardings change where numbers are computed, not what they are."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,10 +9,14 @@ import pytest
 
 from tests.children import run_on_devices
 from tests.conftest import PHOTO
-from wan_tpu import MeshError
+from tests.wan_tpu.plans import MODEL, SLICE
+from wan_tpu import GenerationRequest, MeshError
 from wan_tpu.aot.programs import AbstractRuntime
+from wan_tpu.aot.topology import DescribedSlice
 from wan_tpu.checkpoint import Checkpoint
+from wan_tpu.families import published_spec
 from wan_tpu.families.model import open_model, published_model
+from wan_tpu.pricing.planner import SlicePlanner
 from wan_tpu.runtime.components import abstract_component
 from wan_tpu.runtime.mesh import Rule, fill_shape, make_mesh, token_layout, weight_spec
 from wan_tpu.runtime.runtime import Runtime
@@ -52,11 +57,11 @@ BILLIONS = {
     "ltx-2.5-distilled": (18.92, 11.91),
     "minimax-h3": (33.1, 25.2),
 }
-LIKE_OTHERS = ("wan2.1-t2v-14b", "wan2.2-i2v-a14b", "ltx-2")  # Architectures that others have, with other sizes.
+OFTEN = ("wan2.2-i2v-a14b", "cogvideox1.5-5b-i2v", "hunyuanvideo1.5-720p-i2v", "ltx-2.5-distilled", "minimax-h3")
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.thorough) if kind in LIKE_OTHERS else kind for kind in BILLIONS]
+    "kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.thorough) for kind in BILLIONS]
 )
 def test_every_weight_of_the_published_models_matches_one_rule(kind):
     """abstract_component refuses a weight that matches none or several."""
@@ -160,3 +165,18 @@ def test_machine_with_a_tpu_does_not_compute_on_its_cpu_unasked(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(MeshError, match=r"/dev/vfio/0.*wan-tpu doctor"):
         make_mesh((1, 1, 1), heads=1)
+
+
+class OnHost(DescribedSlice):
+    """A slice whose devices need no compiler."""
+
+    def devices(self):
+        return jax.devices() * 4
+
+
+def test_a_mesh_that_leaves_devices_of_the_slice_out_is_refused(tmp_path):
+    described = OnHost(**{field.name: getattr(SLICE, field.name) for field in dataclasses.fields(SLICE)})
+    request = GenerationRequest().resolve(published_spec(MODEL).defaults)
+    planner = SlicePlanner(MODEL, request, described, dtype="bfloat16", cache=tmp_path, report=print)
+    with pytest.raises(MeshError, match="uses 3 of the 4 devices of v6e-4"):
+        planner.mesh((3, None, None))

@@ -108,14 +108,3 @@ def test_host_draws_the_noise_of_every_chunk():
     assert seconds[2] - seconds[1] == pytest.approx(seconds[1] - seconds[0], rel=0.5)
     # Noise of 553 thousand numbers twice, and of a quarter, besides calls and copies.
     assert seconds[2] - seconds[1] > 553e3 * (4e-9 + 5.5e-9 * 1.25)
-
-
-def test_columns_of_a_plan_leave_room_for_long_names():
-    plan = make_plan()
-    denoise, decoder = plan.stages
-    longer = dataclasses.replace(denoise.programs[0], name="apply adapters [40, 5120, 13824] in 8 bits")
-    stages = dataclasses.replace(denoise, programs=(*denoise.programs, longer)), decoder
-    lines = describe(dataclasses.replace(plan, stages=stages)).splitlines()
-    for text, last in (("yes, 29.0 GiB free", "yes"), ("0.250/0.125", "0.250")):
-        rows = [line for line in lines if text in line and "all heads" not in line]
-        assert len(rows) == 2 and rows[0].index(last) == rows[1].index(last)

@@ -228,7 +228,7 @@ def test_pixels_of_unknown_range_are_refused(mode):
 def test_two_threads_may_share_a_new_pipeline(checkpoint):
     pipe = load_pipeline(checkpoint("wan2.1-t2v-1.3b"), dtype="float32", mesh=(1, 1, 1))
     requests = [
-        GenerationRequest(prompt="a cat", height=32, width=32, frames=5, steps=2, guidance_scale=1.0, seed=seed)
+        GenerationRequest(prompt="a cat", height=32, width=32, frames=1, steps=1, guidance_scale=1.0, seed=seed)
         for seed in (0, 1)
     ]
     with ThreadPoolExecutor(2) as pool:
@@ -279,7 +279,7 @@ def test_text_that_is_too_long_is_named_by_its_field_and_refused_if_it_may_not_b
     assert refused.value.field == field
 
 
-SCALES = [(0.5, 3.0), (1.0, 3.0), (1.0, 0.5), (3.0, 0.5), (3.0, 1.0), (3.0, 2.0), (0.5, 0.5)]
+SCALES = [(1.0, 3.0), (3.0, 0.5), (3.0, 1.0)]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,9 @@ NOISE = {  # of the published CogVideoX 2B, 5B and 1.5, and what else diffusers'
     "noise at the end": {"snr_shift": 3.0, "spacing": "linspace", "final_one": False},
     "leading": {"snr_shift": 1.0},
 }
-STRAY = (61, 201, 769)  # Of trailing steps: diffusers' rounding makes one more of these, at timestep -1.
+# With fewer than 15 steps, UniPC's last one is of a lower order. With 61 trailing ones, diffusers' rounding makes one
+# more, at timestep -1.
+STEPS = (1, 2, 3, 4, 7, 14, 15, 16, 40, 50, 61)
 
 
 def follow(schedule, predictions, rng, noises=None):
@@ -48,7 +50,7 @@ def flow_scheduler(name, shift):
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 8.0, 12.0])
 @pytest.mark.parametrize("name", ["unipc", "euler", "euler_even"])
 def test_every_step_of_a_flow_equals_diffusers(name, shift):
-    for steps in range(1, 51):
+    for steps in STEPS:
         reference, schedule = flow_scheduler(name, shift), getattr(flow, name)(steps, shift)
         if name == "euler_even":
             reference.set_timesteps(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1])
@@ -99,7 +101,7 @@ def diffusion_scheduler(kind, settings):
 
 @pytest.mark.parametrize("settings", NOISE.values(), ids=NOISE)
 def test_every_step_of_ddim_equals_diffusers(settings):
-    for steps in (*range(1, 51), *STRAY, 1000):
+    for steps in STEPS:
         reference = diffusion_scheduler(diffusers.CogVideoXDDIMScheduler, settings)
         schedule = ddim(NoiseSchedule(**settings), steps)
         reference.set_timesteps(steps)
@@ -114,7 +116,7 @@ def test_every_step_of_ddim_equals_diffusers(settings):
 
 @pytest.mark.parametrize("settings", NOISE.values(), ids=NOISE)
 def test_every_step_of_dpm_equals_diffusers_with_the_noise_that_it_draws(settings):
-    for steps in (*range(1, 51), *STRAY, 1000):
+    for steps in STEPS:
         reference = diffusion_scheduler(diffusers.CogVideoXDPMScheduler, settings)
         schedule = dpm(NoiseSchedule(**settings), steps)
         reference.set_timesteps(steps)

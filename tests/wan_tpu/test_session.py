@@ -119,10 +119,12 @@ def test_session_on_a_terminal(tmp_path):
     assert history[-4:] == ["!steps 900", "a blue ball", "!steps 2", "!again"]
 
 
-def test_session_reads_lines_of_a_pipe_until_one_is_wrong(tmp_path, monkeypatch):
-    for lines, code, made in (("", 2, 0), ("!quit\na ball\n", 0, 0), ("a ball\n\n!frames 6\na ball\n", 2, 1)):
+def test_session_reads_lines_of_a_pipe_until_one_is_wrong(checkpoint, tmp_path, monkeypatch):
+    command = ["--model", str(checkpoint("wan2.1-t2v-1.3b")), "--dtype", "float32", "--size", "48x32", "--frames", "5"]
+    command += ["--steps", "1", "--guidance_scale", "1", "--previews", "off", "--output", str(tmp_path / "x.mp4")]
+    for lines, code, made in (("", 2, 0), ("a ball\n\n!frames 6\na ball\n", 2, 1)):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        assert cli.run(generate, [*MODEL, *SMALL, "--output", str(tmp_path / "x.mp4")]) == code
+        assert cli.run(generate, command) == code
         assert len(list(tmp_path.glob("*.mp4"))) == made
 
 
@@ -130,5 +132,6 @@ def test_options_that_may_be_repeated_are_settings(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"!reference image:{PHOTO}\n"))
     assert cli.run(generate, [*MODEL, *SMALL, "--output", str(tmp_path / "x.mp4")]) == 2
     assert "minimax-h3" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("!reference\n!lora\n!quit\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("!reference\n!lora\n!quit\na ball\n"))
     assert cli.run(generate, [*MODEL, *SMALL, "--output", str(tmp_path / "x.mp4")]) == 0
+    assert not list(tmp_path.glob("*.mp4"))

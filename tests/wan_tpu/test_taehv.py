@@ -78,8 +78,7 @@ def host_mesh():
     ("channels", "patch", "is_super", "growths", "every_frame", "enlargements"),
     [
         (16, 1, False, (1, 2, 2), True, 3),
-        (48, 2, False, (1, 2, 2), False, 3),
-        (16, 1, False, (1, 2, 2), False, 0),
+        pytest.param(48, 2, False, (1, 2, 2), False, 3, marks=pytest.mark.thorough),
         (128, 4, False, (2, 2, 2), True, 2),
         (32, 2, True, (1, 2, 2), False, 3),
     ],
