@@ -204,7 +204,9 @@ class SlicePlanner:
         try:
             optimistic, online = self._price(hlo, mesh)
         except CompileError as error:
-            refused = dataclasses.replace(compiled, refused=f"the compiler refuses a kernel: {error}")
+            refused = dataclasses.replace(
+                compiled, refused=f"the compiler refuses a kernel: {str(error).splitlines()[0]}"
+            )
             return ProgramPlan(name, calls, refused, None, None)
         return ProgramPlan(name, calls, compiled, optimistic, online)
 
